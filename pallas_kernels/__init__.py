@@ -1,1 +1,11 @@
-"""Package pallas_kernels."""
+"""One folder per operation: `api.py` (contract), `reference.py` (exact jnp), `cases.py` (named cases).
+
+index_scores      relu-weighted indexer scores of T queries over the whole history
+top_k             exact top-K of the scores, ties to the lowest position
+plan              union of the selections, hit / tail / miss, victims, table updates
+retrieve          host records to device slots, each once, exact bytes
+backup            device slots to host records, in place
+sparse_attention  attention of T queries over selected slots
+
+Knows arrays only: no configuration, no model, no state pytree.
+"""

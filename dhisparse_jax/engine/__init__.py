@@ -1,1 +1,9 @@
-"""Package engine."""
+"""The host loop around the jitted step: requests in, events out. No arithmetic on tokens here.
+
+request.py   what a caller asks for
+events.py    what the engine reports while it runs
+memory.py    sizes of the state, and whether they fit
+compiled.py  the jitted functions of one engine
+engine.py    continuous batching over a fixed number of request rows
+forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
+"""

@@ -1,1 +1,1 @@
-"""Package common."""
+"""What several operations share: the ids, row packing, memory spaces."""

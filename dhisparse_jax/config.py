@@ -1,0 +1,173 @@
+"""Sizes of a hierarchy. Frozen and hashable, so equal configurations never retrace."""
+
+import dataclasses
+import functools
+from enum import Enum
+
+import jax.numpy as jnp
+
+from dhisparse_jax.errors import UserError
+from pallas_kernels.common.rows import WORD_BYTES, words_of
+
+RECORD_ALIGNMENT = 128
+"""Bytes: TMA wants 128-byte aligned destinations, so records are padded to it."""
+
+MAX_PAGE_SLOTS = 16
+
+
+class Policy(str, Enum):
+    """How budgets are set; everything else is the same code."""
+
+    RESIDENT = "resident"
+    FIXED = "fixed"
+    ADAPTIVE = "adaptive"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """What one token keeps in one layer: `width` numbers of `dtype`, the first `value_width` its value.
+
+    Attributes:
+        width: numbers in a row. GLM-5.x: 512 latent + 64 rope.
+        value_width: leading numbers that attention sums up. GLM-5.x: 512.
+        dtype: name of the dtype, "float32" or "bfloat16".
+    """
+
+    width: int
+    value_width: int
+    dtype: str
+
+    @property
+    def words(self) -> int:
+        """int32 words in a row."""
+        return words_of(self.width, jnp.dtype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What a model needs of a hierarchy; every served model states it.
+
+    Attributes:
+        row: format of a row, the same in every layer.
+        layers_per_pool: how many layers share each pool, in order. GLM-5.3: 1, 1, then 19 times 4.
+        top_k: how many positions a query selects.
+        index_width: numbers in an index key.
+        index_dtype: dtype of the index keys.
+        scale: factor of the attention logits. GLM-5.x: 256**-0.5.
+    """
+
+    row: RowFormat
+    layers_per_pool: tuple[int, ...]
+    top_k: int
+    index_width: int
+    index_dtype: str
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HierarchyConfig:
+    """Sizes of the state.
+
+    Attributes:
+        geometry: what the model needs.
+        policy: how budgets are set.
+        requests: request rows (R).
+        capacity: positions per request (C).
+        queries: verify queries per request and step (T); 1 without a draft.
+        hot_rows: hot slots per request and pool, on average over the requests.
+        tail: length of the tail ring, at least 2 T.
+        moves_per_step: most pages that adaptive residency moves per hot pool and step.
+    """
+
+    geometry: Geometry
+    policy: Policy
+    requests: int
+    capacity: int
+    queries: int = 1
+    hot_rows: int
+    tail: int = 16
+    moves_per_step: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot work."""
+        for name in ("requests", "capacity", "queries", "hot_rows"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.geometry.top_k > self.capacity:
+            raise UserError(
+                f"the model selects {self.geometry.top_k} positions, but the capacity is "
+                f"{self.capacity}; raise the capacity to at least {self.geometry.top_k}"
+            )
+        if self.tail < 2 * self.queries:
+            raise UserError(
+                f"a tail of {self.tail} cannot hold {self.queries} verify queries; "
+                f"it must be at least {2 * self.queries}"
+            )
+
+    @property
+    def pools(self) -> int:
+        """Number of pools."""
+        return len(self.geometry.layers_per_pool)
+
+    @property
+    def page_slots(self) -> int:
+        """Slots per page: a power of two that divides the budget, so that no slot is lost."""
+        return min(MAX_PAGE_SLOTS, self.hot_slots & -self.hot_slots)
+
+    @property
+    def hot_slots(self) -> int:
+        """Hot slots per request and pool, on average: `hot_rows`, or the capacity if that is less.
+
+        `resident` always has the whole capacity, rounded up to whole pages.
+        """
+        if self.policy is Policy.RESIDENT or self.hot_rows >= self.capacity:
+            return -(-self.capacity // MAX_PAGE_SLOTS) * MAX_PAGE_SLOTS
+        return self.hot_rows
+
+    @property
+    def share_pages(self) -> int:
+        """Pages per request and pool, on average: what `fixed` and `resident` always hold."""
+        return self.hot_slots // self.page_slots
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that one request can use at most in one pool: its whole history."""
+        return -(-self.capacity // self.page_slots)
+
+    @property
+    def working_set(self) -> int:
+        """Records that one step can need of one pool and request at most."""
+        return self.queries * self.geometry.top_k
+
+    @property
+    def floor_pages(self) -> int:
+        """Pages that an active request never falls below."""
+        if self.policy is not Policy.ADAPTIVE:
+            return self.share_pages
+        return min(self.share_pages, -(-self.working_set // self.page_slots))
+
+    @property
+    def staging(self) -> int:
+        """Staging slots per request: what the floor cannot hold of the largest working set."""
+        return max(0, self.working_set - self.floor_pages * self.page_slots)
+
+    def record_words(self, pool: int) -> int:
+        """int32 words of a record: one row per layer, padded to 128 bytes."""
+        size = self.geometry.layers_per_pool[pool] * self.geometry.row.words * WORD_BYTES
+        return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT // WORD_BYTES
+
+    @functools.cached_property
+    def hot_pools(self) -> tuple[tuple[int, ...], ...]:
+        """The pools behind each hot pool: those with the same record size share one."""
+        sizes = [self.record_words(pool) for pool in range(self.pools)]
+        return tuple(
+            tuple(pool for pool in range(self.pools) if sizes[pool] == size)
+            for size in sorted(set(sizes))
+        )
+
+    def hot_pool_of(self, pool: int) -> tuple[int, int]:
+        """Which hot pool holds `pool`, and its place among the pools there."""
+        for number, members in enumerate(self.hot_pools):
+            if pool in members:
+                return number, members.index(pool)
+        raise IndexError(f"there is no pool {pool}; there are {self.pools}")

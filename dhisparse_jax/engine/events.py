@@ -1,0 +1,86 @@
+"""What the engine reports while it runs. Requests are named by their number in the run."""
+
+import dataclasses
+from typing import Literal
+
+from dhisparse_jax.config import HierarchyConfig
+from pallas_kernels.plan.types import PlanCounts
+
+FinishReason = Literal["length", "stop", "context"]
+"""length: max_new_tokens reached; stop: a stop token; context: no position left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillProgress:
+    """`done` of `total` pieces (one chunk in one group) of a request's prompt are prefilled."""
+
+    request: int
+    done: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """A request went on by these tokens."""
+
+    request: int
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A request ended; its row and pages are free again."""
+
+    request: int
+    reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """What one step read, over all pools and requests. A row is one token in one layer.
+
+    Attributes:
+        selected_rows: rows in the working sets; = hit + tail + fetched.
+        hit_rows: found in the hot pool.
+        tail_rows: found in the tail.
+        fetched_rows: read from the host, each once.
+        host_bytes_read: bytes of the fetched records, padding included.
+    """
+
+    selected_rows: int = 0
+    hit_rows: int = 0
+    tail_rows: int = 0
+    fetched_rows: int = 0
+    host_bytes_read: int = 0
+
+    def __add__(self, other: "StepMetrics") -> "StepMetrics":
+        """Sum, field by field."""
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return StepMetrics(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDone:
+    """Decode step number `step` (from 1) is done."""
+
+    step: int
+    metrics: StepMetrics
+
+
+Event = PrefillProgress | NewTokens | Finished | StepDone
+
+
+def step_metrics(cfg: HierarchyConfig, counts: PlanCounts) -> StepMetrics:
+    """Rows and bytes of one step, from its record counts per pool and request."""
+    layers = cfg.geometry.layers_per_pool
+    per_pool = {name: getattr(counts, name).sum(axis=1).tolist() for name in counts._fields}
+    rows = lambda name: sum(n * per for n, per in zip(per_pool[name], layers, strict=True))
+    record_bytes = [4 * cfg.record_words(pool) for pool in range(cfg.pools)]
+    fetched = zip(per_pool["fetched"], record_bytes, strict=True)
+    return StepMetrics(
+        selected_rows=rows("selected"),
+        hit_rows=rows("hit"),
+        tail_rows=rows("tail"),
+        fetched_rows=rows("fetched"),
+        host_bytes_read=sum(n * size for n, size in fetched),
+    )

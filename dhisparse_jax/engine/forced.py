@@ -1,0 +1,59 @@
+"""Teacher forcing: logits of given tokens through the engine's own prefill and decode path.
+
+Used to score texts and to compare with other implementations. T known tokens go through one step as
+verify queries and are all accepted.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.events import Event, StepDone, step_metrics
+from dhisparse_jax.errors import UserError
+
+
+def forced_logits(
+    engine: Engine, tokens: Sequence[int], split: int
+) -> Iterator[Event | Float[np.ndarray, "n V"]]:
+    """Events, and the logits of every position in order, in pieces of n positions.
+
+    Args:
+        engine: with no request running; row 0 is used.
+        tokens: token ids; the logits at position i are those after reading tokens 0..i.
+        split: how many tokens are prefilled; the rest is decoded `queries` at a time.
+
+    Raises:
+        UserError: if the tokens do not fit, or the split does not.
+    """
+    capacity, count = engine.cfg.capacity, len(tokens)
+    if not 1 <= split <= count:
+        raise UserError(f"a split of {split} is outside 1..{count}, the number of tokens")
+    if count + engine.cfg.queries - 1 > capacity:
+        raise UserError(f"{count} tokens do not fit into a context of {capacity}")
+    hidden = yield from engine.prefill(0, 0, tokens[:split])
+    chunk = engine.compiled.chunk
+    for start in range(0, split, chunk):
+        piece = engine.compiled.logits(engine.params, hidden, jnp.int32(start))
+        yield np.asarray(piece)[: min(chunk, split - start)]
+    yield from _decode(engine, tokens, split)
+    engine.leave(0)
+
+
+def _decode(
+    engine: Engine, tokens: Sequence[int], split: int
+) -> Iterator[Event | Float[np.ndarray, "n V"]]:
+    width = engine.cfg.queries
+    block = np.zeros((engine.cfg.requests, width), np.int32)
+    for number, start in enumerate(range(split, len(tokens), width), start=1):
+        piece = tokens[start : start + width]
+        block[0, : len(piece)] = piece
+        logits, state = engine.compiled.forward(engine.params, engine.state, jnp.asarray(block))
+        accepted = jnp.full(engine.cfg.requests, len(piece), jnp.int32)
+        engine.state = engine.compiled.finish(state, accepted)
+        yield np.asarray(logits[0])[: len(piece)]
+        counts = jax.device_get(engine.state.counts)
+        yield StepDone(number, step_metrics(engine.cfg, counts))

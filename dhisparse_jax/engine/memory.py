@@ -1,0 +1,131 @@
+"""Sizes of the state in bytes, and whether they fit into the memory there is."""
+
+import dataclasses
+import math
+import os
+
+import jax
+import psutil
+
+from dhisparse_jax.config import Geometry, HierarchyConfig, Policy
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.state import HOST_KIND, abstract
+
+PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+PINNED_LIMIT_DEFAULT_GB = 64
+
+HOT_SHARE = 0.5
+"""Share of the free device memory that hot pools may take when no budget is given."""
+
+CPU_HOT_ROWS_PER_K = 4
+"""On a CPU both tiers are the same memory, so it says nothing about the budget: take 4 K."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes of the parts of a state.
+
+    Attributes:
+        host_bytes: host pools.
+        hot_bytes: page slots of the hot pools.
+        tail_bytes: tails.
+        staging_bytes: staging slots.
+        index_bytes: index keys.
+        table_bytes: slot maps, page tables and marks.
+    """
+
+    host_bytes: int
+    hot_bytes: int
+    tail_bytes: int
+    staging_bytes: int
+    index_bytes: int
+    table_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Everything but the host pools."""
+        return sum(dataclasses.astuple(self)) - self.host_bytes
+
+
+def sizes(cfg: HierarchyConfig) -> Sizes:
+    """Bytes of a state of these sizes."""
+    size = lambda leaf: math.prod(leaf.shape) * leaf.dtype.itemsize
+    state = abstract(cfg)
+    regions = [_regions(cfg, number) for number in range(len(cfg.hot_pools))]
+    hot, tail, staging = (sum(column) for column in zip(*regions, strict=True))
+    host = sum(size(pool.host) for pool in state.pools)
+    index = sum(size(pool.index_keys) for pool in state.pools)
+    every = sum(size(leaf) for leaf in jax.tree.leaves(state))
+    tables = every - host - index - hot - tail - staging
+    return Sizes(host, hot, tail, staging, index, tables)
+
+
+def _regions(cfg: HierarchyConfig, number: int) -> tuple[int, int, int]:
+    record = 4 * cfg.record_words(cfg.hot_pools[number][0])
+    slots = (
+        layout.page_region(cfg, number),
+        layout.tail_region(cfg, number),
+        cfg.requests * cfg.staging,
+    )
+    return tuple(record * count for count in slots)  # type: ignore[return-value]
+
+
+def free_device_bytes() -> int:
+    """Memory that the first device can still give."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return psutil.virtual_memory().available
+    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+
+
+def free_host_bytes() -> int:
+    """Memory that host pools can take: free memory, and the pinned limit where there is one."""
+    free = psutil.virtual_memory().available
+    return min(free, _pinned_limit()) if jax.default_backend() == "gpu" else free
+
+
+def _pinned_limit() -> int:
+    limit = os.environ.get(PINNED_LIMIT_VARIABLE, str(PINNED_LIMIT_DEFAULT_GB))
+    return int(float(limit) * 2**30)
+
+
+def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
+    """Hot slots per request when the user names none.
+
+    On an accelerator, what half of the free device memory holds, but not more than the history; on a
+    CPU, where both tiers are one memory, 4 K.
+    """
+    if jax.default_backend() == "cpu":
+        return min(capacity, CPU_HOT_ROWS_PER_K * geometry.top_k)
+    probe = HierarchyConfig(
+        geometry=geometry, policy=Policy.FIXED, requests=requests, capacity=capacity, hot_rows=1
+    )
+    per_row = requests * sum(4 * probe.record_words(pool) for pool in range(probe.pools))
+    return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))
+
+
+def check_memory(cfg: HierarchyConfig) -> Sizes:
+    """The sizes of the state, if it fits.
+
+    Raises:
+        UserError: with what is needed, what there is, and what to change.
+    """
+    needed = sizes(cfg)
+    gib = lambda size: f"{size / 2**30:.2f} GiB"
+    free = free_device_bytes()
+    if needed.device_bytes > free:
+        raise UserError(
+            f"the {cfg.policy.value} state needs {gib(needed.device_bytes)} of device memory, "
+            f"{gib(free)} are free; lower --hot-rows (now {cfg.hot_slots}) or --batch "
+            f"(now {cfg.requests}), or use --policy adaptive"
+        )
+    together = needed.host_bytes + (needed.device_bytes if jax.default_backend() == "cpu" else 0)
+    free = free_host_bytes()
+    if together > free:
+        limit = f", or raise {PINNED_LIMIT_VARIABLE}" if jax.default_backend() == "gpu" else ""
+        raise UserError(
+            f"the host pools ({HOST_KIND}) and what shares their memory need {gib(together)}, "
+            f"{gib(free)} are free; lower --batch (now {cfg.requests}){limit}"
+        )
+    return needed

@@ -1,0 +1,57 @@
+"""Append: new index keys and new rows of this step's T queries, provisional until `commit`."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.hierarchy.update import with_hot_slots, with_pool
+from pallas_kernels.common.ids import NO_SLOT, dropping
+from pallas_kernels.common.rows import pack
+
+
+def query_positions(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:
+    """Position of every verify query: `length` up to `length + T - 1`."""
+    return state.length[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)[None]
+
+
+def append_keys(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, keys: Float[Array, "R T index"]
+) -> HierarchyState:
+    """Write the index keys of the new positions. Rows of inactive requests are not touched."""
+    position = jnp.where(state.active[:, None], query_positions(state, cfg), NO_SLOT)
+    old = state.pools[pool].index_keys
+    row = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
+    new = old.at[row, dropping(position, cfg.capacity)].set(keys.astype(old.dtype), mode="drop")
+    return with_pool(state, pool, index_keys=new)
+
+
+def append_row(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    layer: int,
+    row: Float[Array, "R T width"],
+) -> HierarchyState:
+    """Write the rows of one layer into the tail records of the new positions.
+
+    Args:
+        state: the hierarchy.
+        cfg: its sizes.
+        pool: which pool.
+        layer: place of the layer among the layers of the pool: its place in a record.
+        row: the new rows, cast to the dtype of the row format.
+    """
+    number, _ = cfg.hot_pool_of(pool)
+    request = jnp.broadcast_to(
+        jnp.arange(cfg.requests, dtype=jnp.int32)[:, None], (cfg.requests, cfg.queries)
+    )
+    slot = layout.tail_slot(cfg, pool, request, query_positions(state, cfg))
+    slot = jnp.where(state.active[:, None], slot, NO_SLOT)
+    words = pack(row.astype(cfg.geometry.row.dtype))
+    column = layer * cfg.geometry.row.words + jnp.arange(words.shape[-1], dtype=jnp.int32)
+    old = state.hot[number].slots
+    place = dropping(slot, old.shape[0])[:, :, None]
+    new = old.at[place, column[None, None]].set(words, mode="drop")
+    return with_hot_slots(state, number, new)

@@ -1,0 +1,142 @@
+"""What must hold between steps, checked on the host with NumPy. For tests and for debugging."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.state import HierarchyState
+
+Host = Any
+"""A state whose leaves are NumPy arrays."""
+
+
+def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, bool]:
+    """Named invariants of a state between steps; all must be true.
+
+    pages_partitioned: every page is free or held by exactly one request and pool, and both tables
+        say so.
+    budget_is_held: `budget` counts the held pages, which come first in the page list.
+    floor_kept: no active request holds less than its floor; inactive ones hold nothing.
+    maps_agree: `slot_of` and the slots' positions are inverse to each other, slot by slot.
+    slots_owned: only slots of held pages hold a position.
+    hot_is_committed: no hot slot holds a position at or beyond the length.
+    hot_equals_host: every hot record equals its host record, byte for byte.
+    tail_equals_host: every committed record in a tail equals its host record.
+    lengths_fit: lengths lie in 0..capacity, and are 0 for inactive rows.
+    marks_past: no slot was used in a step that has not been.
+    """
+    host: Host = jax.device_get(state)
+    checks = [
+        _pages_partitioned,
+        _budget_is_held,
+        _floor_kept,
+        _maps_agree,
+        _slots_owned,
+        _hot_is_committed,
+        _hot_equals_host,
+        _tail_equals_host,
+        _lengths_fit,
+        _marks_past,
+    ]
+    return {check.__name__.removeprefix("_"): bool(check(host, cfg)) for check in checks}
+
+
+def _holders(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
+    """Slots of the pool in use, as rows (request, position, slot)."""
+    request, position = np.nonzero(host.pools[pool].slot_of >= 0)
+    return np.stack([request, position, host.pools[pool].slot_of[request, position]])
+
+
+def _pages_partitioned(host: Host, cfg: HierarchyConfig) -> bool:
+    for number, members in enumerate(cfg.hot_pools):
+        owner = np.full_like(host.hot[number].owner, -1)
+        for pool in members:
+            request, column = np.nonzero(host.pools[pool].pages >= 0)
+            page = host.pools[pool].pages[request, column]
+            if len(np.unique(page)) < len(page) or (owner[page] >= 0).any():
+                return False
+            owner[page] = pool * cfg.requests + request
+        if not np.array_equal(owner, host.hot[number].owner):
+            return False
+    return True
+
+
+def _budget_is_held(host: Host, cfg: HierarchyConfig) -> bool:
+    column = np.arange(cfg.max_pages)
+    return all(
+        np.array_equal(host.pools[pool].pages >= 0, column < host.budget[pool][:, None])
+        for pool in range(cfg.pools)
+    )
+
+
+def _floor_kept(host: Host, cfg: HierarchyConfig) -> bool:
+    kept = host.budget >= np.where(host.active, cfg.floor_pages, 0)
+    return kept.all() and (host.budget[:, ~host.active] == 0).all()
+
+
+def _maps_agree(host: Host, cfg: HierarchyConfig) -> bool:
+    for number, members in enumerate(cfg.hot_pools):
+        seen = np.full_like(host.hot[number].position, -1)
+        for pool in members:
+            _, position, slot = _holders(host, cfg, pool)
+            if len(np.unique(slot)) < len(slot) or (seen[slot] >= 0).any():
+                return False
+            seen[slot] = position
+        if not np.array_equal(seen, host.hot[number].position):
+            return False
+    return True
+
+
+def _slots_owned(host: Host, cfg: HierarchyConfig) -> bool:
+    for pool in range(cfg.pools):
+        request, _, slot = _holders(host, cfg, pool)
+        owner = host.hot[cfg.hot_pool_of(pool)[0]].owner[slot // cfg.page_slots]
+        if not np.array_equal(owner, pool * cfg.requests + request):
+            return False
+    return True
+
+
+def _hot_is_committed(host: Host, cfg: HierarchyConfig) -> bool:
+    for pool in range(cfg.pools):
+        request, position, _ = _holders(host, cfg, pool)
+        if (position >= host.length[request]).any():
+            return False
+    return True
+
+
+def _hot_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
+    for pool in range(cfg.pools):
+        request, position, slot = _holders(host, cfg, pool)
+        slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
+        rows = host.pools[pool].host[request * cfg.capacity + position]
+        if not np.array_equal(slots[slot], rows):
+            return False
+    return True
+
+
+def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
+    for request in np.nonzero(host.active)[0]:
+        length = int(host.length[request])
+        # Between steps the T rows beyond the length are not written yet, or were rejected.
+        position = np.arange(max(0, length - cfg.tail + cfg.queries), length)
+        for pool in range(cfg.pools):
+            slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
+            slot = np.asarray(
+                layout.tail_slot(cfg, pool, np.full_like(position, request), position)
+            )
+            rows = host.pools[pool].host[request * cfg.capacity + position]
+            if not np.array_equal(slots[slot], rows):
+                return False
+    return True
+
+
+def _lengths_fit(host: Host, cfg: HierarchyConfig) -> bool:
+    fits = (host.length >= 0) & (host.length <= cfg.capacity)
+    return fits.all() and (host.length[~host.active] == 0).all()
+
+
+def _marks_past(host: Host, cfg: HierarchyConfig) -> bool:
+    return all((hot.mark < host.step).all() for hot in host.hot)

@@ -1,0 +1,60 @@
+"""The slot space of a hot pool: pages, then tails, then staging, under one index.
+
+One address space means that attention reads one array with one list of indices, wherever a record
+lies. With 2 pools, 3 requests, 4 pages of 16 slots, a tail of 8 and 5 staging slots per request:
+
+    0..63 pages | 64..111 tails (pool 0 request 0: 64..71, request 1: 72..79, ...) | 112..126 staging
+
+All functions are arithmetic on int32 indices; the layout follows from the configuration alone.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dhisparse_jax.config import HierarchyConfig
+
+
+def pages(cfg: HierarchyConfig, hot: int) -> int:
+    """Number of pages of hot pool `hot`."""
+    return len(cfg.hot_pools[hot]) * cfg.requests * cfg.share_pages
+
+
+def page_region(cfg: HierarchyConfig, hot: int) -> int:
+    """Number of slots that are cut into pages."""
+    return pages(cfg, hot) * cfg.page_slots
+
+
+def tail_region(cfg: HierarchyConfig, hot: int) -> int:
+    """Number of slots that are tails."""
+    return len(cfg.hot_pools[hot]) * cfg.requests * cfg.tail
+
+
+def slots(cfg: HierarchyConfig, hot: int) -> int:
+    """Number of slots of hot pool `hot`, all regions."""
+    return page_region(cfg, hot) + tail_region(cfg, hot) + cfg.requests * cfg.staging
+
+
+def tail_start(cfg: HierarchyConfig, length: Int[Array, " R"]) -> Int[Array, " R"]:
+    """First position that the tail holds while T rows beyond `length` are being written.
+
+    A ring of 8 with T = 2 at length 20 holds positions 14..21: 20 and 21 overwrite 12 and 13.
+    """
+    return jnp.maximum(length + cfg.queries - cfg.tail, 0)
+
+
+def tail_slot(
+    cfg: HierarchyConfig, pool: int, request: Int[Array, "*n"], position: Int[Array, "*n"]
+) -> Int[Array, "*n"]:
+    """Slot of `position` in the tail ring of `request`; valid for positions from `tail_start` on."""
+    hot, member = cfg.hot_pool_of(pool)
+    ring = (member * cfg.requests + request) * cfg.tail
+    return page_region(cfg, hot) + ring + position % cfg.tail
+
+
+def staging_slots(cfg: HierarchyConfig, pool: int) -> Int[Array, "R G"]:
+    """Staging slots of each request; every pool of the same hot pool uses the same ones in turn."""
+    hot, _ = cfg.hot_pool_of(pool)
+    first = page_region(cfg, hot) + tail_region(cfg, hot)
+    count = cfg.requests * cfg.staging
+    every = first + jnp.arange(count, dtype=jnp.int32)
+    return every.reshape(cfg.requests, cfg.staging)

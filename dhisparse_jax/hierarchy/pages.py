@@ -1,0 +1,86 @@
+"""Pages: granting and releasing them is a table edit, since every record is in the host pool."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
+from dhisparse_jax.hierarchy.update import with_hot, with_pool
+from pallas_kernels.common.ids import NO_SLOT, dropping, masked
+
+
+def set_budgets(
+    state: HierarchyState, cfg: HierarchyConfig, target: Int[Array, "pools R"]
+) -> HierarchyState:
+    """Release pages above `target`, then grant pages up to it. No record moves.
+
+    The pages released are those granted last. `target` must fit: its sum over the pools of a hot
+    pool is at most the number of its pages.
+    """
+    for number, members in enumerate(cfg.hot_pools):
+        state = _release(state, cfg, number, members, target)
+        state = _grant(state, cfg, number, members, target)
+    return dataclasses.replace(state, budget=target)
+
+
+def _release(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    number: int,
+    members: tuple[int, ...],
+    target: Int[Array, "pools R"],
+) -> HierarchyState:
+    """Free every page beyond the target and forget what its slots held."""
+    column = jnp.arange(cfg.max_pages, dtype=jnp.int32)[None]
+    freed = jnp.zeros(state.hot[number].owner.shape, jnp.bool_)
+    for pool in members:
+        pages = state.pools[pool].pages
+        over = (column >= target[pool][:, None]) & (pages >= 0)
+        freed = freed.at[dropping(masked(pages, over), freed.shape[0])].set(True, mode="drop")
+        state = with_pool(state, pool, pages=masked(pages, ~over))
+    slot_freed = jnp.repeat(freed, cfg.page_slots)
+    for pool in members:
+        slot_of = state.pools[pool].slot_of
+        gone = (slot_of >= 0) & slot_freed[jnp.maximum(slot_of, 0)]
+        state = with_pool(state, pool, slot_of=masked(slot_of, ~gone))
+    return with_hot(state, number, _forget(state.hot[number], freed, slot_freed))
+
+
+def _forget(
+    hot: HotPool, freed: Bool[Array, " P"], slot_freed: Bool[Array, " page_slots"]
+) -> HotPool:
+    return dataclasses.replace(
+        hot, owner=masked(hot.owner, ~freed), position=masked(hot.position, ~slot_freed)
+    )
+
+
+def _grant(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    number: int,
+    members: tuple[int, ...],
+    target: Int[Array, "pools R"],
+) -> HierarchyState:
+    """Hand out free pages: request after request, pool after pool, lowest page id first.
+
+    With free pages 3, 4, 8 and grants of 1 and 2, the first owner gets 3, the second 4 and 8.
+    """
+    owner = state.hot[number].owner
+    (free,) = jnp.nonzero(owner < 0, size=owner.shape[0], fill_value=NO_SLOT)
+    held = jnp.minimum(state.budget, target)[jnp.array(members)]
+    grants = target[jnp.array(members)] - held
+    first = (jnp.cumsum(grants) - grants.reshape(-1)).reshape(grants.shape)
+    column = jnp.arange(cfg.max_pages, dtype=jnp.int32)[None]
+    request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
+    for member, pool in enumerate(members):
+        turn = column - held[member][:, None]
+        new = (turn >= 0) & (turn < grants[member][:, None])
+        pick = jnp.clip(first[member][:, None] + turn, 0, free.shape[0] - 1)
+        granted = masked(free[pick].astype(jnp.int32), new)
+        holder = jnp.broadcast_to(pool * cfg.requests + request, granted.shape)
+        owner = owner.at[dropping(granted, owner.shape[0])].set(holder, mode="drop")
+        pages = jnp.where(new, granted, state.pools[pool].pages)
+        state = with_pool(state, pool, pages=pages)
+    return with_hot(state, number, dataclasses.replace(state.hot[number], owner=owner))

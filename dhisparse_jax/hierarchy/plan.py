@@ -1,0 +1,67 @@
+"""Plan: where each selected record is, and what to fetch into which slot."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.hierarchy.update import with_hot, with_pool
+from pallas_kernels.common.ids import masked
+from pallas_kernels.plan.api import plan as plan_op
+from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
+
+
+def plan(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, selection: Int[Array, "R T K"]
+) -> tuple[PlanResult, HierarchyState]:
+    """Plan one pool for one step and update its tables; records move in `retrieve`.
+
+    Contract of the algorithm: `pallas_kernels.plan.api.plan`. The working set is protected, a miss
+    without a hot slot gets a staging slot, and no selected position is dropped.
+    """
+    number, _ = cfg.hot_pool_of(pool)
+    hot = state.hot[number]
+    wanted = PlanInput(
+        selection=selection,
+        tail_slot=_tail_slots(state, cfg, pool, selection),
+        retiring=_retiring(state, cfg),
+        staging=layout.staging_slots(cfg, pool),
+        pages=state.pools[pool].pages,
+        step=state.step,
+    )
+    tables = PlanTables(state.pools[pool].slot_of, hot.position, hot.mark)
+    result, tables = plan_op(wanted, tables, page_slots=cfg.page_slots)
+    hot = dataclasses.replace(hot, position=tables.position, mark=tables.mark)
+    state = with_pool(with_hot(state, number, hot), pool, slot_of=tables.slot_of)
+    return result, _count(state, pool, result.counts)
+
+
+def _tail_slots(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, position: Int[Array, "R T K"]
+) -> Int[Array, "R T K"]:
+    """Tail slot of each selected position that the tail holds."""
+    request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None, None]
+    request = jnp.broadcast_to(request, position.shape)
+    start = layout.tail_start(cfg, state.length)[:, None, None]
+    in_tail = (position >= start) & (position >= 0)
+    return masked(layout.tail_slot(cfg, pool, request, jnp.maximum(position, 0)), in_tail)
+
+
+def _retiring(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:
+    """Positions that the next append may overwrite in the tail: the T oldest that it holds.
+
+    They are committed (the tail is at least 2 T long), so they go to the hot pool from the device.
+    """
+    first = state.length + cfg.queries - cfg.tail
+    position = first[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)
+    return masked(position, state.active[:, None] & (position >= 0))
+
+
+def _count(state: HierarchyState, pool: int, counts: PlanCounts) -> HierarchyState:
+    pairs = zip(state.counts, counts, strict=True)
+    return dataclasses.replace(
+        state, counts=PlanCounts(*(every.at[pool].set(new) for every, new in pairs))
+    )

@@ -1,0 +1,43 @@
+"""Select: the exact top-K of the whole history for every query.
+
+The index keys never leave the device, so the selection is the same with and without the hierarchy.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy.append import query_positions
+from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.pytree import state as pytree
+from pallas_kernels.index_scores.api import index_scores
+from pallas_kernels.top_k.api import top_k
+
+
+@pytree
+class IndexInputs:
+    """What the indexer of a selection group computes from the new tokens.
+
+    Attributes:
+        queries: rotated indexer queries.
+        weights: float32 weight of each indexer head, with `heads**-0.5 * index**-0.5` applied.
+        keys: rotated index keys of the same tokens.
+    """
+
+    queries: Float[Array, "R T heads index"]
+    weights: Float[Array, "R T heads"]
+    keys: Float[Array, "R T index"]
+
+
+def select(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, index: IndexInputs
+) -> Int[Array, "R T K"]:
+    """Selected positions of every query, its own position included; ties to the lowest position.
+
+    Query t sees positions 0 .. length + t; a query of an inactive request sees none. Scores are
+    float32; NO_SLOT fills up where fewer than K positions are visible.
+    """
+    visible = jnp.where(state.active[:, None], query_positions(state, cfg) + 1, 0)
+    keys = state.pools[pool].index_keys
+    scores = index_scores(index.queries, index.weights, keys, visible)
+    return top_k(scores, cfg.geometry.top_k)

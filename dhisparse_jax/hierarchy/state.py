@@ -1,0 +1,137 @@
+"""The state of a hierarchy: one pytree, the same tree and shapes for every load.
+
+Dimensions: R request rows, C positions per request, W words of a record, Pmax pages per request,
+P pages and S slots of a hot pool. `NO_SLOT` (-1) marks what is empty in every index table.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Bool, Float, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.pytree import state
+from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.plan.types import PlanCounts
+
+HOST_KIND = "pinned_host"
+
+
+@state
+class PoolState:
+    """One pool: all records with one residency map.
+
+    Attributes:
+        host: the authoritative copy of every committed record; row r * C + position. Its memory
+            kind is `pinned_host` where the backend has it.
+        slot_of: hot slot of every position.
+        pages: ids of the pages that each request holds, NO_SLOT after the last.
+        index_keys: index keys of the whole history, on device; valid below `length`.
+    """
+
+    host: Int[Array, "R*C W"]
+    slot_of: Int[Array, "R C"]
+    pages: Int[Array, "R Pmax"]
+    index_keys: Float[Array, "R C index"]
+
+
+@state
+class HotPool:
+    """The device copy of some records of all pools with one record size.
+
+    Attributes:
+        slots: records; regions as in `layout`.
+        owner: pool * R + request that holds each page, NO_SLOT if it is free.
+        position: position that each page slot holds, NO_SLOT if it is empty.
+        mark: step at which each page slot was last used.
+    """
+
+    slots: Int[Array, "S W"]
+    owner: Int[Array, " P"]
+    position: Int[Array, " page_slots"]
+    mark: Int[Array, " page_slots"]
+
+
+@state
+class HierarchyState:
+    """The whole hierarchy.
+
+    Attributes:
+        pools: one per selection group.
+        hot: one per record size.
+        length: committed positions of each request.
+        active: whether a request occupies the row.
+        budget: pages that each request holds in each pool.
+        miss_rate: fetched records per step, a moving average.
+        counts: what this step's plans found, per pool and request.
+        step: steps so far, plus one.
+    """
+
+    pools: tuple[PoolState, ...]
+    hot: tuple[HotPool, ...]
+    length: Int[Array, " R"]
+    active: Bool[Array, " R"]
+    budget: Int[Array, "pools R"]
+    miss_rate: Float[Array, "pools R"]
+    counts: PlanCounts
+    step: Int[Array, ""]
+
+
+def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
+    """Where host pools live: `pinned_host` memory of `device` if it has the kind, else its default."""
+    device = device or jax.devices()[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return SingleDeviceSharding(device, memory_kind=HOST_KIND if HOST_KIND in kinds else None)
+
+
+def abstract(cfg: HierarchyConfig) -> HierarchyState:
+    """Shapes and dtypes of the state: the single source of its sizes."""
+    r, c, i32 = cfg.requests, cfg.capacity, jnp.int32
+    shape = jax.ShapeDtypeStruct
+    per_pool = shape((cfg.pools, r), i32)
+    pools = tuple(
+        PoolState(
+            host=shape((r * c, cfg.record_words(pool)), i32),
+            slot_of=shape((r, c), i32),
+            pages=shape((r, cfg.max_pages), i32),
+            index_keys=shape((r, c, cfg.geometry.index_width), cfg.geometry.index_dtype),
+        )
+        for pool in range(cfg.pools)
+    )
+    return HierarchyState(
+        pools=pools,
+        hot=tuple(_abstract_hot(cfg, number) for number in range(len(cfg.hot_pools))),
+        length=shape((r,), i32),
+        active=shape((r,), jnp.bool_),
+        budget=per_pool,
+        miss_rate=shape((cfg.pools, r), jnp.float32),
+        counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
+        step=shape((), i32),
+    )
+
+
+def _abstract_hot(cfg: HierarchyConfig, number: int) -> HotPool:
+    words = cfg.record_words(cfg.hot_pools[number][0])
+    paged = jax.ShapeDtypeStruct((layout.page_region(cfg, number),), jnp.int32)
+    return HotPool(
+        slots=jax.ShapeDtypeStruct((layout.slots(cfg, number), words), jnp.int32),
+        owner=jax.ShapeDtypeStruct((layout.pages(cfg, number),), jnp.int32),
+        position=paged,
+        mark=paged,
+    )
+
+
+def init(cfg: HierarchyConfig) -> HierarchyState:
+    """An empty hierarchy: no request, no record, every page free."""
+    host = host_sharding()
+    fill = {"slot_of": NO_SLOT, "pages": NO_SLOT, "owner": NO_SLOT, "position": NO_SLOT, "step": 1}
+
+    def allocate(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].name
+        if name == "host":
+            return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)
+        return jnp.full(leaf.shape, fill.get(name, 0), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))

@@ -1,0 +1,108 @@
+"""Prefill group by group: all chunks of a prompt pass one selection group before the next.
+
+While a group is being prefilled, its records and index keys of this prompt stay on the device, so a
+long prompt never reads host memory back; they reach the host pool once, when the group is done.
+Device memory beside the state: one group's records and keys of one prompt, and the hidden states of
+the prompt, whatever the number of layers.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.pytree import state as pytree
+from pallas_kernels.common.rows import pack
+from pallas_kernels.index_scores.api import index_scores
+from pallas_kernels.sparse_attention.api import sparse_attention
+from pallas_kernels.top_k.api import top_k
+
+
+@pytree
+class Prompt:
+    """Records and index keys of one prompt in one group; row = position, P rows.
+
+    P is the capacity rounded up to whole chunks.
+    """
+
+    records: Int[Array, "P W"]
+    keys: Float[Array, "P index"]
+
+
+@pytree
+class OpenPrompt:
+    """A chunk of a prompt inside a group: the prompt so far, where the chunk starts, its selection."""
+
+    prompt: Prompt
+    start: Int[Array, ""]
+    selection: Int[Array, "1 T K"]
+
+
+def padded_capacity(cfg: HierarchyConfig, chunk: int) -> int:
+    """The capacity rounded up to whole chunks, so that no chunk crosses the end."""
+    return -(-cfg.capacity // chunk) * chunk
+
+
+def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
+    """Room for one prompt in one group."""
+    rows = padded_capacity(cfg, chunk)
+    return Prompt(
+        records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
+        keys=jnp.zeros((rows, cfg.geometry.index_width), cfg.geometry.index_dtype),
+    )
+
+
+def open_prompt(
+    prompt: Prompt, cfg: HierarchyConfig, start: Int[Array, ""], index: IndexInputs
+) -> OpenPrompt:
+    """Select for the tokens of the chunk that starts at position `start`.
+
+    Args:
+        prompt: the prompt in this group so far.
+        cfg: sizes of the hierarchy.
+        start: int32 first position of the chunk.
+        index: what the indexer computed; R = 1, T = tokens in the chunk.
+    """
+    with jax.named_scope("append"):
+        fresh = index.keys[0].astype(prompt.keys.dtype)
+        keys = lax.dynamic_update_slice(prompt.keys, fresh, (start, jnp.int32(0)))
+    with jax.named_scope("select"):
+        visible = start + 1 + jnp.arange(fresh.shape[0], dtype=jnp.int32)[None]
+        scores = index_scores(index.queries, index.weights, keys[None], visible)
+        selection = top_k(scores, cfg.geometry.top_k)
+    prompt = Prompt(records=prompt.records, keys=keys)
+    return OpenPrompt(prompt=prompt, start=start, selection=selection)
+
+
+def attend_prompt(
+    opened: OpenPrompt,
+    cfg: HierarchyConfig,
+    layer: int,
+    row: Float[Array, "1 T width"],
+    query: Float[Array, "1 T H width"],
+) -> tuple[Float[Array, "1 T H value"], OpenPrompt]:
+    """Write the chunk's rows of one layer and attend; a position is its own slot here.
+
+    The prefill counterpart of `hierarchy.group.attend`, through the same operation.
+    """
+    row_format = cfg.geometry.row
+    offset = layer * row_format.words
+    with jax.named_scope("append"):
+        words = pack(row[0].astype(row_format.dtype))
+        records = lax.dynamic_update_slice(
+            opened.prompt.records, words, (opened.start, jnp.int32(offset))
+        )
+    with jax.named_scope("attend"):
+        values = sparse_attention(
+            query,
+            records,
+            opened.selection,
+            offset=offset,
+            row_dtype=row_format.dtype,
+            value_width=row_format.value_width,
+            scale=cfg.geometry.scale,
+        )
+    prompt = Prompt(records=records, keys=opened.prompt.keys)
+    return values, OpenPrompt(prompt=prompt, start=opened.start, selection=opened.selection)

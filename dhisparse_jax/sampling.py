@@ -1,0 +1,140 @@
+"""Choosing the next token: greedy, or sampling with temperature, top-k and top-p.
+
+A draw depends on the seed, the request's number and the position alone, so it does not change with
+the batch, the policy or the steps around it.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.pytree import state as pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How one request chooses.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: then keep the smallest set of most likely tokens whose probability reaches top_p.
+        seed: of the request's random draws.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values without a meaning."""
+        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
+            raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if self.top_k < 0:
+            raise UserError(f"top-k is {self.top_k}; it must be 0 (off) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"top-p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed is {self.seed}; it must be in 0..{2**32 - 1}")
+
+
+@pytree
+class Sampler:
+    """The sampling of every request row, as arrays, so that no value retraces.
+
+    Attributes:
+        temperature: float32, 0 is greedy.
+        top_k: int32, 0 keeps all.
+        top_p: float32.
+        key: one PRNG key per row, derived from the seed and the request's number.
+    """
+
+    temperature: Float[Array, " R"]
+    top_k: Int[Array, " R"]
+    top_p: Float[Array, " R"]
+    key: Key[Array, " R"]
+
+
+def greedy(requests: int) -> Sampler:
+    """A sampler whose every row is greedy."""
+    return Sampler(
+        temperature=jnp.zeros(requests, jnp.float32),
+        top_k=jnp.zeros(requests, jnp.int32),
+        top_p=jnp.ones(requests, jnp.float32),
+        key=jax.random.split(jax.random.key(0), requests),
+    )
+
+
+def with_row(
+    sampler: Sampler, row: Int[Array, ""], values: tuple[Array, Array, Array, Array]
+) -> Sampler:
+    """`sampler` with (temperature, top_k, top_p, key) of one row replaced."""
+    temperature, top_k, top_p, key = values
+    return Sampler(
+        temperature=sampler.temperature.at[row].set(temperature),
+        top_k=sampler.top_k.at[row].set(top_k),
+        top_p=sampler.top_p.at[row].set(top_p),
+        key=sampler.key.at[row].set(key),
+    )
+
+
+def row_values(sampling: Sampling, number: int) -> tuple[Array, Array, Array, Array]:
+    """What `with_row` takes, for request `number` of a run."""
+    return (
+        jnp.float32(sampling.temperature),
+        jnp.int32(sampling.top_k),
+        jnp.float32(sampling.top_p),
+        jax.random.fold_in(jax.random.key(jnp.uint32(sampling.seed)), jnp.uint32(number)),
+    )
+
+
+def target_logits(logits: Float[Array, "R V"], sampler: Sampler) -> Float[Array, "R V"]:
+    """Logits of the distribution that a row really samples from; -inf for excluded tokens.
+
+    Temperature first, then top-k, then top-p on what is left. A greedy row is scaled as if its
+    temperature were 1 and otherwise treated alike.
+    """
+    heat = jnp.where(sampler.temperature > 0.0, sampler.temperature, 1.0)
+    scaled = logits.astype(jnp.float32) / heat[:, None]
+    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
+    keep = (rank < sampler.top_k[:, None]) | (sampler.top_k[:, None] == 0)
+    probability = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    keep &= (before < sampler.top_p[:, None]) | (rank == 0)
+    ranked = jnp.where(keep, ranked, -jnp.inf)
+    return jnp.put_along_axis(scaled, order, ranked, axis=-1, inplace=False)
+
+
+def choose(
+    logits: Float[Array, "R V"], sampler: Sampler, position: Int[Array, " R"]
+) -> Int[Array, " R"]:
+    """The next token of every row; greedy ties go to the lowest id.
+
+    Args:
+        logits: float32.
+        sampler: how each row chooses.
+        position: int32 position of the token that is chosen.
+    """
+    sampled = sampler.temperature > 0.0
+    best = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drawn = lambda: jnp.where(sampled, _draw(logits, sampler, position), best())
+    return lax.cond(jnp.any(sampled), drawn, best)  # a greedy batch pays for no sort
+
+
+def _draw(
+    logits: Float[Array, "R V"], sampler: Sampler, position: Int[Array, " R"]
+) -> Int[Array, " R"]:
+    """A draw from every row's target distribution (Gumbel-max)."""
+    noise = jax.vmap(
+        lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[1:])
+    )
+    noisy = target_logits(logits, sampler) + noise(sampler.key, position)
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""Operation `backup`: see `api.py` for the contract."""

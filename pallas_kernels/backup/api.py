@@ -1,0 +1,25 @@
+"""Backup: device slots to host records."""
+
+from jaxtyping import Array, Int
+
+from pallas_kernels.backup import reference
+
+
+def backup(
+    host: Int[Array, "N W"],
+    slots: Int[Array, "S W"],
+    rows: Int[Array, " n"],
+    sources: Int[Array, " n"],
+) -> Int[Array, "N W"]:
+    """Copy slot `sources[i]` into host record `rows[i]`, bit exact, in place when `host` is donated.
+
+    Args:
+        host: the host pool, int32 words; may be of memory kind `pinned_host`.
+        slots: device records.
+        rows: int32 host rows, distinct among the entries that are not skipped; NO_SLOT skips.
+        sources: int32 slots; NO_SLOT skips the entry.
+
+    Returns:
+        `host`, in its memory kind, with the records in place; other rows are unchanged.
+    """
+    return reference.backup(host, slots, rows, sources)

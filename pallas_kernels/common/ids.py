@@ -1,0 +1,22 @@
+"""The invalid id. Every position, slot and page id is an int32 that is >= 0 or equals NO_SLOT."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+NO_SLOT = -1
+"""Marks "no slot", "no position" and "no page" in every index array."""
+
+INT32_MAX = 2**31 - 1
+
+
+def masked(ids: Int[Array, "*n"], keep: Bool[Array, "*n"]) -> Int[Array, "*n"]:
+    """`ids` where `keep`, NO_SLOT elsewhere."""
+    return jnp.where(keep, ids, NO_SLOT)
+
+
+def dropping(ids: Int[Array, "*n"], size: int) -> Int[Array, "*n"]:
+    """Scatter indices for `mode="drop"`: NO_SLOT becomes `size`, which is out of bounds.
+
+    A negative index would wrap around: with size 4, index -1 writes row 3; index 4 writes nothing.
+    """
+    return jnp.where(ids < 0, size, ids)

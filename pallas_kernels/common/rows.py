@@ -1,0 +1,46 @@
+"""Rows as packed words: pools hold int32 words, typed views are made where rows are written or read."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+WORD_BYTES = 4
+
+
+def words_of(width: int, dtype: jnp.dtype) -> int:
+    """Number of int32 words that `width` numbers of `dtype` take.
+
+    Raises:
+        ValueError: if the numbers do not fill whole words.
+    """
+    size = width * jnp.dtype(dtype).itemsize
+    if size % WORD_BYTES:
+        raise ValueError(f"a row of {width} x {jnp.dtype(dtype)} is {size} bytes, not whole words")
+    return size // WORD_BYTES
+
+
+def pack(values: Float[Array, "*n width"]) -> Int[Array, "*n words"]:
+    """The bytes of `values` as int32 words. bf16: word i holds numbers 2i (low half) and 2i + 1."""
+    per_word = WORD_BYTES // values.dtype.itemsize
+    if per_word > 1:
+        values = values.reshape(*values.shape[:-1], -1, per_word)
+    return lax.bitcast_convert_type(values, jnp.int32)
+
+
+def unpack(words: Int[Array, "*n words"], dtype: jnp.dtype) -> Float[Array, "*n width"]:
+    """The inverse of `pack`: int32 words seen as numbers of `dtype`."""
+    values = lax.bitcast_convert_type(words, dtype)
+    return values if values.ndim == words.ndim else values.reshape(*words.shape[:-1], -1)
+
+
+def gather_words(
+    table: Shaped[Array, "n words"], rows: Int[Array, "*m"], offset: int, width: int
+) -> Shaped[Array, "*m width"]:
+    """`table[rows, offset:offset + width]` as one gather: the other words are not read.
+
+    `rows` must be in bounds (mask NO_SLOT to 0 before, and the result after).
+    """
+    take = lambda row: lax.dynamic_slice(table, (row, jnp.int32(offset)), (1, width))[0]
+    flat = jax.vmap(take)(rows.reshape(-1))
+    return flat.reshape(*rows.shape, width)

@@ -1,0 +1,1 @@
+"""Operation `index_scores`: see `api.py` for the contract."""

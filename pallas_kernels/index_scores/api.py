@@ -1,0 +1,28 @@
+"""Index scores: how relevant every position of the history is to every query."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.index_scores import reference
+
+
+def index_scores(
+    queries: Float[Array, "R T heads width"],
+    weights: Float[Array, "R T heads"],
+    keys: Float[Array, "R C width"],
+    visible: Int[Array, "R T"],
+) -> Float[Array, "R T C"]:
+    """Scores of the lightning indexer: `sum_h weights_h * relu(query_h . key)` in float32.
+
+    Source: DeepSeek-V3.2, section 2.1 (lightning indexer). The constant factors
+    `heads**-0.5 * width**-0.5` belong into `weights`.
+
+    Args:
+        queries: rotated indexer queries, any float dtype.
+        weights: float32 weight of each indexer head.
+        keys: index keys of the whole history; rows at and beyond `visible` may hold anything finite.
+        visible: int32, how many positions each query sees: position s is seen iff s < visible.
+
+    Returns:
+        float32 scores; -inf where the position is not visible.
+    """
+    return reference.index_scores(queries, weights, keys, visible)

@@ -1,0 +1,1 @@
+"""Operation `plan`: see `api.py` for the contract."""

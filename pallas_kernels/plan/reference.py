@@ -1,0 +1,143 @@
+"""Exact plan in plain jnp: one sort of the selection, one top-k over the request's own slots."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked
+from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
+
+
+class _Union(NamedTuple):
+    """Distinct positions, ascending, NO_SLOT elsewhere; `index` leads from each input to its own."""
+
+    position: Int[Array, "R U"]
+    tail_slot: Int[Array, "R U"]
+    index: Int[Array, "R U"]
+
+
+def plan(
+    wanted: PlanInput, tables: PlanTables, *, page_slots: int
+) -> tuple[PlanResult, PlanTables]:
+    """See `api.plan`."""
+    union = _union(wanted.selection, wanted.tail_slot)
+    hot = _look_up(tables.slot_of, union.position)
+    hit = hot >= 0
+    tail = ~hit & (union.tail_slot >= 0)
+    miss = (union.position >= 0) & ~hit & ~tail
+    tables = _touch(tables, masked(hot, hit), wanted.step)
+    victims = _victims(tables, wanted.pages, wanted.step, page_slots, _needed(wanted))
+    fetch_hot = _assign(miss, victims, 0)
+    missing = miss.sum(axis=1, dtype=jnp.int32)
+    overflow = miss & (fetch_hot < 0)
+    fetch_slot = jnp.where(overflow, _assign(overflow, wanted.staging, 0), fetch_hot)
+    retire = (wanted.retiring >= 0) & (_look_up(tables.slot_of, wanted.retiring) < 0)
+    retire_slot = _assign(retire, victims, missing)
+    retire_position = masked(wanted.retiring, retire_slot >= 0)
+    filled = jnp.concatenate([masked(union.position, fetch_hot >= 0), retire_position], axis=1)
+    tables = _fill(tables, jnp.concatenate([fetch_hot, retire_slot], axis=1), filled, wanted.step)
+    place = jnp.where(hit, hot, jnp.where(tail, union.tail_slot, fetch_slot))
+    location = jnp.take_along_axis(place, union.index, axis=1).reshape(wanted.selection.shape)
+    result = PlanResult(
+        location=masked(location, wanted.selection >= 0),
+        fetch_position=masked(union.position, miss),
+        fetch_slot=masked(fetch_slot, miss),
+        retire_position=retire_position,
+        retire_slot=retire_slot,
+        counts=_counts(union.position >= 0, hit, tail, miss, overflow),
+    )
+    return result, tables
+
+
+def _needed(wanted: PlanInput) -> int:
+    """How many victims a step can ask for at most."""
+    return wanted.selection.shape[1] * wanted.selection.shape[2] + wanted.retiring.shape[1]
+
+
+def _union(selection: Int[Array, "R T K"], tail_slot: Int[Array, "R T K"]) -> _Union:
+    """Distinct positions of all queries.
+
+    In:  selection [[5, 2], [2, -1]]        flat 5 2 2 -1, sorted 2 2 5 -1
+    Out: position  2 -1 5 -1                index 2 0 0 3 (each input's place in `position`)
+    """
+    flat = selection.reshape(selection.shape[0], -1)
+    order = jnp.argsort(jnp.where(flat < 0, INT32_MAX, flat), axis=1, stable=True)
+    ranked = jnp.take_along_axis(flat, order, axis=1)
+    before = jnp.pad(ranked[:, :-1], ((0, 0), (1, 0)), constant_values=NO_SLOT)
+    first = (ranked >= 0) & (ranked != before)
+    here = jnp.broadcast_to(jnp.arange(flat.shape[1], dtype=jnp.int32), flat.shape)
+    leader = lax.cummax(jnp.where(first | (ranked < 0), here, 0), axis=1)
+    index = jnp.put_along_axis(jnp.zeros_like(here), order, leader, axis=1, inplace=False)
+    tails = jnp.take_along_axis(tail_slot.reshape(flat.shape), order, axis=1)
+    return _Union(masked(ranked, first), masked(tails, first), index)
+
+
+def _look_up(slot_of: Int[Array, "R C"], position: Int[Array, "R n"]) -> Int[Array, "R n"]:
+    """Hot slot of each position, NO_SLOT for NO_SLOT."""
+    slots = jnp.take_along_axis(slot_of, jnp.maximum(position, 0), axis=1)
+    return masked(slots, position >= 0)
+
+
+def _touch(tables: PlanTables, slots: Int[Array, "R n"], step: Int[Array, ""]) -> PlanTables:
+    """Mark the slots as used in this step, which also protects them from eviction."""
+    mark = tables.mark.at[dropping(slots, tables.mark.shape[0])].set(step, mode="drop")
+    return tables._replace(mark=mark)
+
+
+def _victims(
+    tables: PlanTables, pages: Int[Array, "R Pmax"], step: Int[Array, ""], page_slots: int, n: int
+) -> Int[Array, "R n"]:
+    """The request's slots that may be overwritten: empty ones, then the longest unused."""
+    offsets = jnp.arange(page_slots, dtype=jnp.int32)
+    owned = jnp.where(pages[:, :, None] < 0, NO_SLOT, pages[:, :, None] * page_slots + offsets)
+    owned = owned.reshape(pages.shape[0], -1)
+    safe = jnp.maximum(owned, 0)
+    age = jnp.where(tables.position[safe] < 0, INT32_MAX, step - tables.mark[safe])
+    age = jnp.where(owned >= 0, age, 0)  # age 0: in the working set, or not the request's
+    best, index = lax.top_k(age, min(n, owned.shape[1]))
+    return masked(jnp.take_along_axis(owned, index, axis=1), best > 0)
+
+
+def _assign(
+    need: Bool[Array, "R n"], places: Int[Array, "R v"], skip: int | Int[Array, " R"]
+) -> Int[Array, "R n"]:
+    """The i-th needy entry of each request gets place number `skip + i`, while they last.
+
+    In:  need [1 0 1 1], places [7 9], skip 0
+    Out: [7 -1 9 -1]
+    """
+    if places.shape[1] == 0:
+        return jnp.full(need.shape, NO_SLOT, jnp.int32)
+    first = jnp.broadcast_to(jnp.asarray(skip, jnp.int32), need.shape[:1])[:, None]
+    rank = jnp.cumsum(need, axis=1, dtype=jnp.int32) - 1 + first
+    place = jnp.take_along_axis(places, jnp.clip(rank, 0, places.shape[1] - 1), axis=1)
+    return masked(place, need & (rank < places.shape[1]))
+
+
+def _fill(
+    tables: PlanTables, slots: Int[Array, "R n"], positions: Int[Array, "R n"], step: Int[Array, ""]
+) -> PlanTables:
+    """Put `positions` into `slots`: forget what the slots held, then record the new content."""
+    requests, capacity = tables.slot_of.shape
+    row = jnp.broadcast_to(jnp.arange(requests, dtype=jnp.int32)[:, None], slots.shape)
+    size = tables.position.shape[0]
+    old = masked(tables.position[jnp.maximum(slots, 0)], slots >= 0)
+    slot_of = tables.slot_of.at[row, dropping(old, capacity)].set(NO_SLOT, mode="drop")
+    slot_of = slot_of.at[row, dropping(positions, capacity)].set(slots, mode="drop")
+    position = tables.position.at[dropping(slots, size)].set(positions, mode="drop")
+    tables = tables._replace(slot_of=slot_of, position=position)
+    return _touch(tables, slots, step)
+
+
+def _counts(
+    selected: Bool[Array, "R U"],
+    hit: Bool[Array, "R U"],
+    tail: Bool[Array, "R U"],
+    miss: Bool[Array, "R U"],
+    staged: Bool[Array, "R U"],
+) -> PlanCounts:
+    return PlanCounts(
+        *(x.sum(axis=1, dtype=jnp.int32) for x in (selected, hit, tail, miss, staged))
+    )

@@ -1,0 +1,1 @@
+"""Operation `retrieve`: see `api.py` for the contract."""

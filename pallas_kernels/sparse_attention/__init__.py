@@ -1,0 +1,1 @@
+"""Operation `sparse_attention`: see `api.py` for the contract."""

@@ -1,0 +1,1 @@
+"""Operation `top_k`: see `api.py` for the contract."""
