@@ -1,0 +1,236 @@
+"""Sizes of the GLM-5.x family: multi-head latent attention, shared top-K indexers, MoE.
+
+Knows what a valid model of the family is; knows nothing about arrays, files or devices.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from dhisparse_jax.errors import UserError
+
+IndexerType = Literal["full", "shared"]
+RopeStyle = Literal["interleaved", "half-split"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmConfig:
+    """Sizes and constants of one GLM-5.x model.
+
+    Attributes:
+        context: Longest sequence the model was made for, in positions.
+        num_dense_layers: Leading layers with a plain MLP instead of experts.
+        kept_expert_groups: Router groups that may be chosen from, out of `num_expert_groups`.
+        routed_scale: Factor on the sum of the routed experts.
+        index_top_k: Rows that a query attends to.
+        indexer_types: Per layer, "full" (has an indexer) or "shared" (takes the selection of the
+            nearest preceding full layer).
+        index_rope_style: Which channels of an index head form a rotated pair.
+        latent_norm_eps: Epsilon of the two latent norms. Transformers uses 1e-6 here whatever
+            `norm_eps` is; serving systems use `norm_eps`.
+        param_dtype: Dtype that the weights are stored in.
+
+    Raises:
+        UserError: A size that no model of the family can have.
+    """
+
+    vocab_size: int
+    context: int
+    num_layers: int
+    hidden_size: int
+
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_dim: int
+    qk_rope_dim: int
+    v_dim: int
+
+    num_dense_layers: int
+    dense_intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    num_shared_experts: int = 1
+    num_expert_groups: int = 1
+    kept_expert_groups: int = 1
+    normalise_routing: bool = True
+    routed_scale: float = 2.5
+
+    index_heads: int
+    index_dim: int
+    index_top_k: int
+    indexer_types: tuple[IndexerType, ...]
+    index_rope_style: RopeStyle = "interleaved"
+
+    rope_theta: float
+    norm_eps: float = 1e-5
+    latent_norm_eps: float = 1e-6
+    index_norm_eps: float = 1e-6
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    param_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        """Checks every size; raises UserError on the first that cannot be."""
+        self._check_counts()
+        self._check_indexer_types()
+        self._check_routing()
+        if self.qk_rope_dim % 2:
+            raise UserError(
+                f"qk_rope_dim is {self.qk_rope_dim}, but rotated channels come in pairs"
+            )
+        if self.index_dim < self.qk_rope_dim:
+            raise UserError(
+                f"index_dim {self.index_dim} is below qk_rope_dim {self.qk_rope_dim}, "
+                "which are rotated in every index head"
+            )
+        if self.index_rope_style not in ("interleaved", "half-split"):
+            raise UserError(
+                f"index_rope_style is {self.index_rope_style!r}; use 'interleaved' or 'half-split'"
+            )
+        if self.param_dtype not in _DTYPES:
+            raise UserError(f"param_dtype is {self.param_dtype!r}; use one of {', '.join(_DTYPES)}")
+
+    def _check_counts(self) -> None:
+        """Sizes are positive, except those that may switch a part off."""
+        may_be_zero = {"num_dense_layers", "num_shared_experts", "bos_id"}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if value < 0 or (value == 0 and field.name not in may_be_zero):
+                raise UserError(f"{field.name} is {value}; it must be positive")
+
+    def _check_indexer_types(self) -> None:
+        """One type per layer, and something to share before it is shared."""
+        if len(self.indexer_types) != self.num_layers:
+            raise UserError(
+                f"indexer_types has {len(self.indexer_types)} entries for {self.num_layers} layers"
+            )
+        unknown = sorted(set(self.indexer_types) - {"full", "shared"})
+        if unknown:
+            raise UserError(f"indexer_types holds {unknown[0]!r}; use 'full' or 'shared'")
+        if self.indexer_types[0] != "full":
+            raise UserError("indexer_types starts with 'shared', but layer 0 has nothing to share")
+
+    def _check_routing(self) -> None:
+        """The router can pick the number of experts it has to pick."""
+        groups, kept = self.num_expert_groups, self.kept_expert_groups
+        if self.num_dense_layers > self.num_layers:
+            raise UserError(
+                f"num_dense_layers {self.num_dense_layers} exceeds num_layers {self.num_layers}"
+            )
+        if self.num_experts % groups or kept > groups:
+            raise UserError(
+                f"{self.num_experts} experts do not split into {groups} groups of which {kept} "
+                "are kept"
+            )
+        if self.experts_per_token > self.num_experts // groups * kept:
+            raise UserError(
+                f"experts_per_token {self.experts_per_token} exceeds the "
+                f"{self.num_experts // groups * kept} experts a token may choose from"
+            )
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of layers that share one selection, e.g. `((0,), (1,), (2, 3, 4, 5))`."""
+        starts = [i for i, kind in enumerate(self.indexer_types) if kind == "full"]
+        ends = [*starts[1:], self.num_layers]
+        return tuple(tuple(range(a, b)) for a, b in zip(starts, ends, strict=True))
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers in the stored row of one token and layer: latent, then rotated key."""
+        return self.kv_lora_rank + self.qk_rope_dim
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of an expanded query or key head."""
+        return self.qk_nope_dim + self.qk_rope_dim
+
+
+def derive_indexer_types(
+    num_layers: int, *, freq: int = 1, offset: int = 2, pattern: str | None = None
+) -> tuple[IndexerType, ...]:
+    """Which layers have an indexer, when a checkpoint does not list them.
+
+    Args:
+        num_layers: Layers of the model.
+        freq: Every how many layers a full one comes after the first `offset`.
+        offset: Leading layers that are full, counting the first of the regular ones.
+        pattern: Explicit string of "F" and "S", one per layer; wins over the rule.
+
+    Raises:
+        UserError: The pattern has another length or other letters, or `freq` is not positive.
+    """
+    if pattern is not None:
+        if len(pattern) != num_layers or set(pattern) - {"F", "S"}:
+            raise UserError(
+                f"index_topk_pattern {pattern!r} must be {num_layers} letters, each F or S"
+            )
+        return tuple("full" if letter == "F" else "shared" for letter in pattern)
+    if freq < 1:
+        raise UserError(f"index_topk_freq is {freq}; it must be positive")
+    return tuple(
+        "full" if max(layer - offset + 1, 0) % freq == 0 else "shared"
+        for layer in range(num_layers)
+    )
+
+
+GLM_5_3 = GlmConfig(
+    vocab_size=154_880,
+    context=1_048_576,
+    num_layers=78,
+    hidden_size=6144,
+    num_heads=64,
+    q_lora_rank=2048,
+    kv_lora_rank=512,
+    qk_nope_dim=192,
+    qk_rope_dim=64,
+    v_dim=256,
+    num_dense_layers=3,
+    dense_intermediate_size=12_288,
+    num_experts=256,
+    experts_per_token=8,
+    expert_intermediate_size=2048,
+    index_heads=32,
+    index_dim=128,
+    index_top_k=2048,
+    indexer_types=derive_indexer_types(78, freq=4, offset=3),
+    rope_theta=8e6,
+    bos_id=0,
+    eos_ids=(154_820, 154_827, 154_829),
+)
+"""GLM-5.3, 753 B parameters with its MTP layer."""
+
+TINY = GlmConfig(
+    vocab_size=256,
+    context=8192,
+    num_layers=8,
+    hidden_size=256,
+    num_heads=4,
+    q_lora_rank=128,
+    kv_lora_rank=64,
+    qk_nope_dim=48,
+    qk_rope_dim=16,
+    v_dim=64,
+    num_dense_layers=3,
+    dense_intermediate_size=320,
+    num_experts=8,
+    experts_per_token=2,
+    expert_intermediate_size=96,
+    index_heads=4,
+    index_dim=32,
+    index_top_k=64,
+    indexer_types=derive_indexer_types(8, freq=4, offset=3),
+    rope_theta=1e5,
+    bos_id=0,
+)
+"""A byte-level model with GLM-5.3's structure, small enough to be part of the package.
+
+Byte 0 does not occur in text, so it separates documents and starts every sequence.
+"""
