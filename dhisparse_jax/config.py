@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from enum import Enum
+from enum import StrEnum
 
 import jax.numpy as jnp
 
@@ -15,7 +15,7 @@ RECORD_ALIGNMENT = 128
 MAX_PAGE_SLOTS = 16
 
 
-class Policy(str, Enum):
+class Policy(StrEnum):
     """How budgets are set; everything else is the same code."""
 
     RESIDENT = "resident"
@@ -25,7 +25,7 @@ class Policy(str, Enum):
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """What one token keeps in one layer: `width` numbers of `dtype`, the first `value_width` its value.
+    """What one token keeps in one layer: `width` numbers of `dtype`.
 
     Attributes:
         width: numbers in a row. GLM-5.x: 512 latent + 64 rope.

@@ -33,7 +33,7 @@ class Prompt:
 
 @pytree
 class OpenPrompt:
-    """A chunk of a prompt inside a group: the prompt so far, where the chunk starts, its selection."""
+    """A chunk of a prompt inside a group: the prompt so far, the chunk's start and selection."""
 
     prompt: Prompt
     start: Int[Array, ""]

@@ -1,4 +1,4 @@
-"""One folder per operation: `api.py` (contract), `reference.py` (exact jnp), `cases.py` (named cases).
+"""One folder per operation: `api.py` (contract), `reference.py` (exact jnp), kernels, `cases.py`.
 
 index_scores      relu-weighted indexer scores of T queries over the whole history
 top_k             exact top-K of the scores, ties to the lowest position

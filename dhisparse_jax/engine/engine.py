@@ -174,7 +174,7 @@ class Engine:
     def _deliver(self, row: int, token: int) -> Iterator[Event]:
         """Report a new token; free the row if it was the last one."""
         running = self._rows[row]
-        assert running is not None  # noqa: S101  # callers pass occupied rows
+        assert running is not None  # callers pass occupied rows
         running.produced += 1
         yield NewTokens(running.number, (token,))
         reason = self._finished(running, token)

@@ -93,8 +93,8 @@ def _pinned_limit() -> int:
 def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
     """Hot slots per request when the user names none.
 
-    On an accelerator, what half of the free device memory holds, but not more than the history; on a
-    CPU, where both tiers are one memory, 4 K.
+    On an accelerator, what half of the free device memory holds, but not more than the history;
+    on a CPU, where both tiers are one memory, 4 K.
     """
     if jax.default_backend() == "cpu":
         return min(capacity, CPU_HOT_ROWS_PER_K * geometry.top_k)

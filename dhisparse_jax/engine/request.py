@@ -21,7 +21,7 @@ class Request:
     name: str
     prompt: tuple[int, ...]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

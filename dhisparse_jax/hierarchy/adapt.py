@@ -95,8 +95,9 @@ def _move_pages(
     members: Int[Array, " m"],
     budget: Int[Array, "pools R"],
 ) -> Int[Array, "pools R"]:
-    """Up to `moves_per_step` times: one page to whoever values it most, from the free ones or else
-    from whoever values it least.
+    """Up to `moves_per_step` times, one page to whoever values it most.
+
+    It comes from the free pages while there are enough, else from whoever values it least.
     """
     rate = state.miss_rate[members].reshape(-1)
     useful = jnp.tile(_useful(state, cfg), members.shape[0])

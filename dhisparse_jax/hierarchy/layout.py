@@ -3,7 +3,7 @@
 One address space means that attention reads one array with one list of indices, wherever a record
 lies. With 2 pools, 3 requests, 4 pages of 16 slots, a tail of 8 and 5 staging slots per request:
 
-    0..63 pages | 64..111 tails (pool 0 request 0: 64..71, request 1: 72..79, ...) | 112..126 staging
+    0..63 pages | 64..111 tails (pool 0: request 0 64..71, request 1 72..79, ..) | 112..126 staging
 
 All functions are arithmetic on int32 indices; the layout follows from the configuration alone.
 """
@@ -45,7 +45,7 @@ def tail_start(cfg: HierarchyConfig, length: Int[Array, " R"]) -> Int[Array, " R
 def tail_slot(
     cfg: HierarchyConfig, pool: int, request: Int[Array, "*n"], position: Int[Array, "*n"]
 ) -> Int[Array, "*n"]:
-    """Slot of `position` in the tail ring of `request`; valid for positions from `tail_start` on."""
+    """Slot of `position` in the tail ring of `request`; valid from `tail_start` on."""
     hot, member = cfg.hot_pool_of(pool)
     ring = (member * cfg.requests + request) * cfg.tail
     return page_region(cfg, hot) + ring + position % cfg.tail

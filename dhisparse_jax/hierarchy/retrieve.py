@@ -14,7 +14,7 @@ from pallas_kernels.retrieve.api import retrieve as retrieve_op
 def retrieve(
     state: HierarchyState, cfg: HierarchyConfig, pool: int, plan: PlanResult
 ) -> HierarchyState:
-    """Move the retiring tail records to their hot slots, then fetch the missing ones from the host."""
+    """Move the retiring tail records to hot slots, then fetch the missing ones from the host."""
     number, _ = cfg.hot_pool_of(pool)
     slots = state.hot[number].slots
     request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]

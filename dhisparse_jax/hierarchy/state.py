@@ -80,7 +80,7 @@ class HierarchyState:
 
 
 def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
-    """Where host pools live: `pinned_host` memory of `device` if it has the kind, else its default."""
+    """Where host pools live: `pinned_host` of `device` if it has the kind, else its default."""
     device = device or jax.devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     return SingleDeviceSharding(device, memory_kind=HOST_KIND if HOST_KIND in kinds else None)

@@ -2,7 +2,8 @@
 
 from jaxtyping import Array, Int
 
-from pallas_kernels.backup import reference
+from pallas_kernels.backup import reference, triton
+from pallas_kernels.common.backends import Backend, default_backend
 
 
 def backup(
@@ -10,16 +11,23 @@ def backup(
     slots: Int[Array, "S W"],
     rows: Int[Array, " n"],
     sources: Int[Array, " n"],
+    *,
+    backend: Backend | None = None,
 ) -> Int[Array, "N W"]:
-    """Copy slot `sources[i]` into host record `rows[i]`, bit exact, in place when `host` is donated.
+    """Copy slot `sources[i]` into host record `rows[i]`, bit exact; in place if `host` is donated.
 
     Args:
         host: the host pool, int32 words; may be of memory kind `pinned_host`.
         slots: device records.
         rows: int32 host rows, distinct among the entries that are not skipped; NO_SLOT skips.
         sources: int32 slots; NO_SLOT skips the entry.
+        backend: the implementation; by default the one for the device JAX runs on.
 
     Returns:
         `host`, in its memory kind, with the records in place; other rows are unchanged.
     """
-    return reference.backup(host, slots, rows, sources)
+    match backend or default_backend("backup"):
+        case "triton":
+            return triton.backup(host, slots, rows, sources)
+        case "reference":
+            return reference.backup(host, slots, rows, sources)

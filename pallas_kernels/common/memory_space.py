@@ -1,9 +1,9 @@
 """Re-typing an array between host and device memory without moving a byte.
 
-An array of memory kind `pinned_host` has a host-typed aval, and jnp operations refuse to mix it with
-device arrays. Where the backend can address host memory directly (a CPU always can), the type is all
-that stands in the way: these two primitives change it and lower to nothing. Reads and in-place
-updates then touch only the rows that they name.
+An array of memory kind `pinned_host` has a host-typed aval, and jnp operations refuse to mix it
+with device arrays. Where the backend can address host memory directly (a CPU always can), the type
+is all that stands in the way: these two primitives change it and lower to nothing. Reads and
+in-place updates then touch only the rows that they name.
 """
 
 import functools
@@ -32,7 +32,7 @@ def is_host(array: Shaped[Array, "..."]) -> bool:
 
 
 def as_device(array: Shaped[Array, "*n"]) -> Shaped[Array, "*n"]:
-    """The same bytes, typed as device memory. Use under `jit`, on backends that can address them."""
+    """The same bytes, typed as device memory. Under `jit`, where they can be addressed."""
     return _as_device(array) if is_host(array) else array
 
 

@@ -1,4 +1,4 @@
-"""Rows as packed words: pools hold int32 words, typed views are made where rows are written or read."""
+"""Rows as packed words: pools hold int32, typed views are made where rows are written or read."""
 
 import jax
 import jax.numpy as jnp

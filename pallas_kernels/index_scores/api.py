@@ -19,7 +19,7 @@ def index_scores(
     Args:
         queries: rotated indexer queries, any float dtype.
         weights: float32 weight of each indexer head.
-        keys: index keys of the whole history; rows at and beyond `visible` may hold anything finite.
+        keys: index keys of the whole history; beyond `visible` they may hold anything finite.
         visible: int32, how many positions each query sees: position s is seen iff s < visible.
 
     Returns:

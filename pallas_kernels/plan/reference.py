@@ -11,7 +11,7 @@ from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTab
 
 
 class _Union(NamedTuple):
-    """Distinct positions, ascending, NO_SLOT elsewhere; `index` leads from each input to its own."""
+    """Distinct positions ascending, else NO_SLOT; `index` leads from each input to its own."""
 
     position: Int[Array, "R U"]
     tail_slot: Int[Array, "R U"]

@@ -2,7 +2,8 @@
 
 from jaxtyping import Array, Int
 
-from pallas_kernels.retrieve import reference
+from pallas_kernels.common.backends import Backend, default_backend
+from pallas_kernels.retrieve import reference, triton
 
 
 def retrieve(
@@ -10,6 +11,8 @@ def retrieve(
     slots: Int[Array, "S W"],
     rows: Int[Array, " n"],
     targets: Int[Array, " n"],
+    *,
+    backend: Backend | None = None,
 ) -> Int[Array, "S W"]:
     """Copy host record `rows[i]` into slot `targets[i]`, bit exact.
 
@@ -18,8 +21,13 @@ def retrieve(
         slots: the device slots, donated by the caller's `jit`.
         rows: int32 host rows; NO_SLOT skips the entry.
         targets: int32 slots, distinct among the entries that are not skipped; NO_SLOT skips.
+        backend: the implementation; by default the one for the device JAX runs on.
 
     Returns:
         `slots` with the records in place; other slots are unchanged.
     """
-    return reference.retrieve(host, slots, rows, targets)
+    match backend or default_backend("retrieve"):
+        case "triton":
+            return triton.retrieve(host, slots, rows, targets)
+        case "reference":
+            return reference.retrieve(host, slots, rows, targets)

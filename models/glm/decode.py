@@ -1,0 +1,118 @@
+"""GLM-5.x over the KV hierarchy: what the decode step and the prefill ask of a served model.
+
+Uses the library's public surface only, as any other Flax model would: `open_group` once per
+selection group, `attend` once per layer. See `models.glm.dense` for the same model without a cache.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dhisparse_jax.config import Geometry, RowFormat
+from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.model import AttendFn, Opened, OpenFn
+from dhisparse_jax.models.glm.indexer import Indexer
+from dhisparse_jax.models.glm.model import GlmModel
+
+
+@dataclasses.dataclass(frozen=True)
+class GlmServed:
+    """A GLM model as pure functions of its weights.
+
+    Attributes:
+        config: sizes.
+        graph: structure of the NNX model; hashable, so that it can be static under `jit`.
+        row_dtype: dtype of the rows and index keys in the hierarchy.
+    """
+
+    config: GlmConfig
+    graph: nnx.GraphDef[GlmModel]
+    row_dtype: str
+
+    @property
+    def geometry(self) -> Geometry:
+        """One pool per selection group; a row is the latent and the rotated key of one token."""
+        config = self.config
+        row = RowFormat(width=config.row_dim, value_width=config.kv_lora_rank, dtype=self.row_dtype)
+        return Geometry(
+            row=row,
+            layers_per_pool=tuple(len(group) for group in config.groups),
+            top_k=config.index_top_k,
+            index_width=config.index_dim,
+            index_dtype=self.row_dtype,
+            scale=config.qk_dim**-0.5,
+        )
+
+    @property
+    def context(self) -> int:
+        """Most positions the model can use."""
+        return self.config.context
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    def embed(self, params: nnx.State, tokens: Int[Array, "R T"]) -> Float[Array, "R T D"]:
+        """Token embeddings."""
+        return nnx.merge(self.graph, params).embed(tokens)
+
+    def logits(self, params: nnx.State, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+        """Final norm and head, float32."""
+        return nnx.merge(self.graph, params).logits(x)
+
+    def run_group(
+        self,
+        params: nnx.State,
+        pool: int,
+        x: Float[Array, "R T D"],
+        positions: Int[Array, "R T"],
+        open_group: OpenFn[Opened],
+        attend: AttendFn[Opened],
+    ) -> tuple[Float[Array, "R T D"], Opened]:
+        """All layers of one selection group; the first one has the indexer."""
+        layers = nnx.merge(self.graph, params).layers
+        opened: Any = None
+        for place, number in enumerate(self.config.groups[pool]):
+            block = layers[number]
+            normed = block.input_norm(x)
+            projected = block.attention.project(normed, positions)
+            if place == 0:
+                index = _index_inputs(block.indexer, normed, projected.q_lora, positions)
+                opened = open_group(index)
+            query = jnp.concatenate((projected.q_latent, projected.q_rope), axis=-1)
+            context, opened = attend(opened, place, projected.row, query)
+            x = x + block.attention.combine(context)
+            x = x + block.mlp(block.post_norm(x))
+        return x, opened
+
+
+def _index_inputs(
+    indexer: Indexer,
+    normed: Float[Array, "R T D"],
+    q_lora: Float[Array, "R T q_lora"],
+    positions: Int[Array, "R T"],
+) -> IndexInputs:
+    return IndexInputs(
+        queries=indexer.queries(q_lora, positions),
+        weights=indexer.weights(normed),
+        keys=indexer.keys(normed, positions),
+    )
+
+
+def serve(model: GlmModel, row_dtype: str) -> tuple[GlmServed, nnx.State]:
+    """Split an NNX model into what is static and its weights.
+
+    Args:
+        model: the model.
+        row_dtype: dtype of rows and index keys: "float32" for verification.
+
+    Returns:
+        The served model, and the weights to pass to its functions.
+    """
+    graph, params = nnx.split(model)
+    return GlmServed(config=model.config, graph=graph, row_dtype=row_dtype), params
