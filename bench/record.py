@@ -1,0 +1,40 @@
+"""What every benchmark result says about where it came from."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, str]:
+    """Device, driver, JAX version, commit and command of this run."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "jax": jax.__version__,
+        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+    }
+
+
+def write(document: dict[str, Any], path: Path | None) -> None:
+    """Write a result where it was asked for, and print it as the last line."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+def _output(*command: str) -> str:
+    """First line that a command prints; empty where there is no such command."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return ""
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else ""
