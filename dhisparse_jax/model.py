@@ -1,7 +1,7 @@
 """What the decode step asks of a model. Any object with these members can be served."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -24,6 +24,7 @@ AttendFn = Callable[
 """(opened, layer in group, new rows, absorbed queries) -> (attended values, opened)."""
 
 
+@runtime_checkable
 class ServedModel(Protocol):
     """A model with native sparse selection, as pure functions of its weights.
 

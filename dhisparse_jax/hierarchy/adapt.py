@@ -80,9 +80,9 @@ def _fit(
 
     Targets 9 5 1 with a floor of 1 and 11 pages: level 5 gives 5 5 1, which fits; level 6 does not.
     """
-    floor = jnp.where(active, cfg.floor_pages, 0)
+    floor = jnp.where(active, cfg.floor_pages, 0)[None]
     level = jnp.arange(cfg.max_pages + 1, dtype=jnp.int32)[:, None, None]
-    capped = jnp.minimum(target[None], jnp.maximum(floor, level))
+    capped = jnp.minimum(target[None], jnp.maximum(floor[None], level))
     fits = capped.sum(axis=(1, 2)) <= total
     best = jnp.where(fits, level[:, 0, 0], 0).max()
     return jnp.minimum(target, jnp.maximum(floor, best))

@@ -56,7 +56,7 @@ def _retiring(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:
     They are committed (the tail is at least 2 T long), so they go to the hot pool from the device.
     """
     first = state.length + cfg.queries - cfg.tail
-    position = first[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)
+    position = first[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)[None]
     return masked(position, state.active[:, None] & (position >= 0))
 
 

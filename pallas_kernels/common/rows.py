@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 WORD_BYTES = 4
 
 
-def words_of(width: int, dtype: jnp.dtype) -> int:
+def words_of(width: int, dtype: DTypeLike) -> int:
     """Number of int32 words that `width` numbers of `dtype` take.
 
     Raises:
@@ -28,7 +29,7 @@ def pack(values: Float[Array, "*n width"]) -> Int[Array, "*n words"]:
     return lax.bitcast_convert_type(values, jnp.int32)
 
 
-def unpack(words: Int[Array, "*n words"], dtype: jnp.dtype) -> Float[Array, "*n width"]:
+def unpack(words: Int[Array, "*n words"], dtype: DTypeLike) -> Float[Array, "*n width"]:
     """The inverse of `pack`: int32 words seen as numbers of `dtype`."""
     values = lax.bitcast_convert_type(words, dtype)
     return values if values.ndim == words.ndim else values.reshape(*words.shape[:-1], -1)

@@ -90,7 +90,7 @@ def _victims(
     tables: PlanTables, pages: Int[Array, "R Pmax"], step: Int[Array, ""], page_slots: int, n: int
 ) -> Int[Array, "R n"]:
     """The request's slots that may be overwritten: empty ones, then the longest unused."""
-    offsets = jnp.arange(page_slots, dtype=jnp.int32)
+    offsets = jnp.arange(page_slots, dtype=jnp.int32)[None, None]
     owned = jnp.where(pages[:, :, None] < 0, NO_SLOT, pages[:, :, None] * page_slots + offsets)
     owned = owned.reshape(pages.shape[0], -1)
     safe = jnp.maximum(owned, 0)

@@ -1,6 +1,6 @@
 """Sparse attention over slots."""
 
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sparse_attention import reference
@@ -12,7 +12,7 @@ def sparse_attention(
     location: Int[Array, "R T K"],
     *,
     offset: int,
-    row_dtype: jnp.dtype,
+    row_dtype: DTypeLike,
     value_width: int,
     scale: float,
 ) -> Float[Array, "R T H value"]:

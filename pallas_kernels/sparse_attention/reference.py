@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.rows import gather_words, unpack, words_of
@@ -13,7 +14,7 @@ def sparse_attention(
     location: Int[Array, "R T K"],
     *,
     offset: int,
-    row_dtype: jnp.dtype,
+    row_dtype: DTypeLike,
     value_width: int,
     scale: float,
 ) -> Float[Array, "R T H value"]:
