@@ -21,6 +21,8 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.models import registry
 from dhisparse_jax.models.train.corpus import load_evaluation
 
+Tokens = dict[int, list[int]]
+
 
 def main(
     rows: Annotated[int, typer.Option(help="Request rows; the largest load.")] = 8,
@@ -35,7 +37,8 @@ def main(
     loaded = registry.load("tiny")
     requests = _requests(loaded, rows, prompt_bytes, new_tokens)
     capacity = max(len(request.prompt) for request in requests) + new_tokens
-    results, reference = [], None
+    results: list[dict[str, Any]] = []
+    reference: list[Tokens] | None = None
     for policy in Policy:
         cfg = HierarchyConfig(
             geometry=loaded.model.geometry,
@@ -69,11 +72,13 @@ def _requests(
     ]
 
 
-def _sweep(engine: Engine, requests: list[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
+def _sweep(engine: Engine, requests: list[Request]) -> tuple[list[dict[str, Any]], list[Tokens]]:
     """Every load once; what was fetched, and the tokens."""
-    rows, tokens = [], []
+    rows: list[dict[str, Any]] = []
+    tokens: list[Tokens] = []
     for load in range(1, len(requests) + 1):
-        metrics, written = StepMetrics(), {}
+        metrics = StepMetrics()
+        written: Tokens = {}
         for event in engine.run(requests[:load]):
             match event:
                 case StepDone():

@@ -4,6 +4,7 @@
 """
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dhisparse_jax.config import HierarchyConfig
@@ -71,7 +72,7 @@ def attend(
             state.hot[number].slots,
             group.plan.location,
             offset=layer * row_format.words,
-            row_dtype=row_format.dtype,
+            row_dtype=jnp.dtype(row_format.dtype),
             value_width=row_format.value_width,
             scale=cfg.geometry.scale,
         )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dhisparse_jax.config import HierarchyConfig
@@ -125,7 +126,7 @@ def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
         for pool in range(cfg.pools):
             slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
             slot = np.asarray(
-                layout.tail_slot(cfg, pool, np.full_like(position, request), position)
+                layout.tail_slot(cfg, pool, jnp.full_like(position, request), jnp.asarray(position))
             )
             rows = host.pools[pool].host[request * cfg.capacity + position]
             if not np.array_equal(slots[slot], rows):

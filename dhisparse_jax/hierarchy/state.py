@@ -4,10 +4,13 @@ Dimensions: R request rows, C positions per request, W words of a record, Pmax p
 P pages and S slots of a hot pool. `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
@@ -89,7 +92,7 @@ def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
 def abstract(cfg: HierarchyConfig) -> HierarchyState:
     """Shapes and dtypes of the state: the single source of its sizes."""
     r, c, i32 = cfg.requests, cfg.capacity, jnp.int32
-    shape = jax.ShapeDtypeStruct
+    shape = _leaf
     per_pool = shape((cfg.pools, r), i32)
     pools = tuple(
         PoolState(
@@ -112,12 +115,17 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     )
 
 
+def _leaf(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """A shape in place of an array, as JAX's own functions take and return them."""
+    return cast("Array", jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+
+
 def _abstract_hot(cfg: HierarchyConfig, number: int) -> HotPool:
     words = cfg.record_words(cfg.hot_pools[number][0])
-    paged = jax.ShapeDtypeStruct((layout.page_region(cfg, number),), jnp.int32)
+    paged = _leaf((layout.page_region(cfg, number),), jnp.int32)
     return HotPool(
-        slots=jax.ShapeDtypeStruct((layout.slots(cfg, number), words), jnp.int32),
-        owner=jax.ShapeDtypeStruct((layout.pages(cfg, number),), jnp.int32),
+        slots=_leaf((layout.slots(cfg, number), words), jnp.int32),
+        owner=_leaf((layout.pages(cfg, number),), jnp.int32),
         position=paged,
         mark=paged,
     )
@@ -128,7 +136,7 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
     host = host_sharding()
     fill = {"slot_of": NO_SLOT, "pages": NO_SLOT, "owner": NO_SLOT, "position": NO_SLOT, "step": 1}
 
-    def allocate(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name == "host":
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)

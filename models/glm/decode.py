@@ -57,17 +57,17 @@ class GlmServed:
         """Number of token ids."""
         return self.config.vocab_size
 
-    def embed(self, params: nnx.State, tokens: Int[Array, "R T"]) -> Float[Array, "R T D"]:
+    def embed(self, params: Params, tokens: Int[Array, "R T"]) -> Float[Array, "R T D"]:
         """Token embeddings."""
         return nnx.merge(self.graph, params).embed(tokens)
 
-    def logits(self, params: nnx.State, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+    def logits(self, params: Params, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         """Final norm and head, float32."""
         return nnx.merge(self.graph, params).logits(x)
 
     def run_group(
         self,
-        params: nnx.State,
+        params: Params,
         pool: int,
         x: Float[Array, "R T D"],
         positions: Int[Array, "R T"],
@@ -92,11 +92,12 @@ class GlmServed:
 
 
 def _index_inputs(
-    indexer: Indexer,
+    indexer: Indexer | None,
     normed: Float[Array, "R T D"],
     q_lora: Float[Array, "R T q_lora"],
     positions: Int[Array, "R T"],
 ) -> IndexInputs:
+    assert indexer is not None  # every group starts with a layer that has one
     return IndexInputs(
         queries=indexer.queries(q_lora, positions),
         weights=indexer.weights(normed),
@@ -104,7 +105,7 @@ def _index_inputs(
     )
 
 
-def serve(model: GlmModel, row_dtype: str) -> tuple[GlmServed, nnx.State]:
+def serve(model: GlmModel, row_dtype: str) -> tuple[GlmServed, Params]:
     """Split an NNX model into what is static and its weights.
 
     Args:
