@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.config import Geometry, RowFormat
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.hierarchy.select import IndexInputs
-from dhisparse_jax.model import AttendFn, Opened, OpenFn
+from dhisparse_jax.model import AttendFn, Opened, OpenFn, Params
 from dhisparse_jax.models.glm.indexer import Indexer
 from dhisparse_jax.models.glm.model import GlmModel
 
