@@ -83,15 +83,15 @@ def config_from_json(raw: dict[str, Any]) -> GlmConfig:
         UserError: Entries that are missing, unknown, or no valid sizes.
     """
     fields = {field.name: field for field in dataclasses.fields(GlmConfig)}
-    required = {
-        name for name, field in fields.items() if field.default is dataclasses.MISSING
-    }
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     unknown, missing = sorted(raw.keys() - fields.keys()), sorted(required - raw.keys())
     if unknown:
         raise UserError(f"config.json has unknown entries: {few(unknown)}")
     if missing:
         raise UserError(f"config.json lacks {len(missing)} entries: {few(missing)}")
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()}
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()
+    }
     return GlmConfig(**values)
 
 

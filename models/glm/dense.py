@@ -168,7 +168,8 @@ def run_layers(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     h = model.embed(tokens)
     shared: object = None
-    index_loss, loads = jnp.float32(0.0), []
+    index_loss = jnp.float32(0.0)
+    loads: list[jax.Array] = []
     for layer, block in enumerate(model.layers):
         attended = attend(block, block.input_norm(h), positions, shared)
         shared = attended.shared

@@ -55,7 +55,7 @@ class Corpus:
     def record(self) -> dict[str, object]:
         """What a run record says about the corpus."""
         return {
-            "train_bytes": int(self.stream.size),
+            "train_bytes": self.stream.size,
             "documents": self.documents,
             "evaluation_bytes": {name: len(text) for name, text in self.evaluation.items()},
             "sha256": self.digest,
