@@ -227,7 +227,7 @@ TINY = GlmConfig(
     index_dim=32,
     index_top_k=64,
     indexer_types=derive_indexer_types(8, freq=4, offset=3),
-    rope_theta=1e5,
+    rope_theta=1e4,
     bos_id=0,
 )
 """A byte-level model with GLM-5.3's structure, small enough to be part of the package.

@@ -7,10 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from dhisparse_jax.configs.glm import GlmConfig
@@ -18,6 +16,8 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.hf_config import parse_config, read_json
 from dhisparse_jax.models.hf_tensors import Shape, build_params, published_shapes
+from dhisparse_jax.models.params import abstract_params, build_model, cast_like
+from dhisparse_jax.models.text import few
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,6 @@ def load_hf(
     tensors = find_tensors(directory, config)
     if tensors.ignored:
         log.info("ignored %d tensors of MTP layers", len(tensors.ignored))
-    param_dtype = jnp.dtype(config.param_dtype)
     with ExitStack() as stack:
         opened = {
             path: stack.enter_context(_open(path)) for path in sorted(set(tensors.files.values()))
@@ -65,18 +64,8 @@ def load_hf(
         params = build_params(
             config, lambda name: _read(opened[tensors.files[name]], name, tensors.files[name])
         )
-    return config, build_model(config, params, param_dtype if dtype is None else dtype)
-
-
-def build_model(config: GlmConfig, params: dict[str, Any], dtype: jnp.dtype | type) -> GlmModel:
-    """A model with the given nested weights, converted to the dtypes that the model keeps."""
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: GlmModel(config, rngs=nnx.Rngs(0), dtype=dtype))
-    )
-    abstract = nnx.to_pure_dict(state)
-    arrays = jax.tree.map(lambda like, x: jnp.asarray(x, like.dtype), abstract, params)
-    nnx.replace_by_pure_dict(state, arrays)
-    return nnx.merge(graph, state)
+    params = cast_like(params, abstract_params(config))
+    return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
 
 
 def find_tensors(directory: Path, config: GlmConfig) -> Tensors:
@@ -121,7 +110,7 @@ def _tensor_files(directory: Path) -> list[Path]:
     paths = sorted({directory / Path(shard).name for shard in shards.values()})
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
-        raise UserError(f"{len(absent)} of {len(paths)} shards are missing: {_few(absent)}")
+        raise UserError(f"{len(absent)} of {len(paths)} shards are missing: {few(absent)}")
     return paths
 
 
@@ -146,9 +135,9 @@ def _check_names(expected: dict[str, Shape], found: Iterable[str]) -> None:
     extra = sorted(set(found) - expected.keys())
     if missing:
         shapes = [f"{name} {list(expected[name])}" for name in missing]
-        raise UserError(f"the checkpoint lacks {len(missing)} tensors: {_few(shapes)}")
+        raise UserError(f"the checkpoint lacks {len(missing)} tensors: {few(shapes)}")
     if extra:
-        raise UserError(f"the checkpoint has {len(extra)} tensors too many: {_few(extra)}")
+        raise UserError(f"the checkpoint has {len(extra)} tensors too many: {few(extra)}")
 
 
 def _check_shapes(expected: dict[str, Shape], found: dict[str, Shape]) -> None:
@@ -158,18 +147,12 @@ def _check_shapes(expected: dict[str, Shape], found: dict[str, Shape]) -> None:
         if found[name] != shape
     ]
     if wrong:
-        raise UserError(f"{len(wrong)} tensors have the wrong shape: {_few(wrong)}")
+        raise UserError(f"{len(wrong)} tensors have the wrong shape: {few(wrong)}")
 
 
 def _check_types(types: dict[str, str]) -> None:
     wrong = [f"{name} is {kind}" for name, kind in types.items() if kind not in _DTYPES]
     if wrong:
         raise UserError(
-            f"{len(wrong)} tensors are not of {', '.join(sorted(_DTYPES))}: {_few(wrong)}"
+            f"{len(wrong)} tensors are not of {', '.join(sorted(_DTYPES))}: {few(wrong)}"
         )
-
-
-def _few(items: list[str], limit: int = 3) -> str:
-    """The first items, and how many there are beside them."""
-    more = f", and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

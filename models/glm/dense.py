@@ -5,7 +5,7 @@ losses (`models.train.losses`) without repeating the loop.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,30 @@ from dhisparse_jax.models.glm.attend import (
     window_positions,
 )
 from dhisparse_jax.models.glm.model import GlmBlock, GlmModel
+from dhisparse_jax.models.glm.moe import MoeMlp
 
 Mode = Literal["dense", "sparse", "window"]
 
-# Queries per chunk: a chunk of scores over 8,192 keys is 16 MB per head and sequence.
+# Queries per chunk: a chunk of float32 scores over 8,192 keys is 16 MiB per head and sequence.
 DEFAULT_CHUNK = 512
 
 
-class Attend(Protocol):
-    """How the layers of a model attend.
+class Attended(NamedTuple):
+    """What attention in one layer gives.
 
-    `shared` is what the first layer of a selection group hands to the others of the group; it is
-    None before that layer.
+    Attributes:
+        update: Residual update.
+        shared: What the first layer of a selection group hands to the others of the group.
+        loss: Scalar training loss of the indexer in this layer; zero where there is none.
     """
+
+    update: Float[Array, "batch s width"]
+    shared: object = None
+    loss: Float[Array, ""] | float = 0.0
+
+
+class Attend(Protocol):
+    """How the layers of a model attend. `shared` is None before the first layer of a group."""
 
     def __call__(
         self,
@@ -39,8 +50,8 @@ class Attend(Protocol):
         x: Float[Array, "batch s width"],
         positions: Int[Array, "batch s"],
         shared: object,
-    ) -> tuple[Float[Array, "batch s width"], object]:
-        """Residual update of one layer, and what to share with the next one."""
+    ) -> Attended:
+        """Attention of one layer over normalised inputs `x`."""
         ...
 
 
@@ -53,7 +64,7 @@ class Causal:
 
     def __call__(
         self, block: GlmBlock, x: jax.Array, positions: jax.Array, shared: object
-    ) -> tuple[jax.Array, object]:
+    ) -> Attended:
         """See `Attend`."""
         attention = block.attention
         heads = causal_attention(
@@ -63,7 +74,7 @@ class Causal:
             chunk=self.chunk,
             backend=self.backend,
         )
-        return attention.output(heads), None
+        return Attended(attention.output(heads))
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class Sparse:
 
     def __call__(
         self, block: GlmBlock, x: jax.Array, positions: jax.Array, shared: object
-    ) -> tuple[jax.Array, object]:
+    ) -> Attended:
         """See `Attend`."""
         projected = block.attention.project(x, positions)
         if block.indexer is not None:
@@ -91,7 +102,7 @@ class Sparse:
         assert isinstance(shared, jax.Array)
         scale = block.attention.scale
         context, _ = sparse_attention(projected, shared, scale, chunk=self.chunk)
-        return block.attention.combine(context), shared
+        return Attended(block.attention.combine(context), shared)
 
 
 @dataclass(frozen=True)
@@ -103,13 +114,13 @@ class Window:
 
     def __call__(
         self, block: GlmBlock, x: jax.Array, positions: jax.Array, shared: object
-    ) -> tuple[jax.Array, object]:
+    ) -> Attended:
         """See `Attend`."""
         projected = block.attention.project(x, positions)
         selected = window_positions(positions, self.count)
         scale = block.attention.scale
         context, _ = sparse_attention(projected, selected, scale, chunk=self.chunk)
-        return block.attention.combine(context), None
+        return Attended(block.attention.combine(context))
 
 
 def attend_for(model: GlmModel, mode: Mode, chunk: int = DEFAULT_CHUNK) -> Attend:
@@ -123,6 +134,65 @@ def attend_for(model: GlmModel, mode: Mode, chunk: int = DEFAULT_CHUNK) -> Atten
             return Window(model.config.index_top_k, chunk)
 
 
+class Features(NamedTuple):
+    """Result of the layers.
+
+    Attributes:
+        h: Residual stream after the last layer.
+        index_loss: Sum of the layers' indexer losses.
+        expert_load: Tokens that chose each expert, per expert layer.
+    """
+
+    h: Float[Array, "batch s width"]
+    index_loss: Float[Array, ""]
+    expert_load: Int[Array, "moe_layers experts"]
+
+
+class Dropout(Protocol):
+    """Drops parts of a residual update; `site` numbers the places where that happens."""
+
+    def __call__(
+        self, update: Float[Array, "batch s width"], site: int
+    ) -> Float[Array, "batch s width"]:
+        """The update with a part of its values zeroed and the others scaled up."""
+        ...
+
+
+def run_layers(
+    model: GlmModel,
+    tokens: Int[Array, "batch s"],
+    attend: Attend,
+    dropout: Dropout = lambda update, site: update,
+) -> Features:
+    """Embeds sequences that start at position 0 and runs every layer."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    h = model.embed(tokens)
+    shared: object = None
+    index_loss = jnp.float32(0.0)
+    loads: list[jax.Array] = []
+    for layer, block in enumerate(model.layers):
+        attended = attend(block, block.input_norm(h), positions, shared)
+        shared = attended.shared
+        index_loss = index_loss + attended.loss
+        h = h + dropout(attended.update, 2 * layer)
+        update, load = _feed_forward(block, block.post_norm(h))
+        loads.extend(load)
+        h = h + dropout(update, 2 * layer + 1)
+    experts = model.config.num_experts
+    stacked = jnp.stack(loads) if loads else jnp.zeros((0, experts), jnp.int32)
+    return Features(h, index_loss, stacked)
+
+
+def _feed_forward(block: GlmBlock, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """Residual update of the MLP, and how many tokens chose each expert if it has experts."""
+    if not isinstance(block.mlp, MoeMlp):
+        return block.mlp(x), []
+    routing = block.mlp.router(x)
+    picks = jax.nn.one_hot(routing.experts, block.mlp.down.shape[0], dtype=jnp.int32)
+    load = jnp.sum(picks.reshape(-1, picks.shape[-1]), axis=0)
+    return block.mlp(x, routing), [load]
+
+
 def forward(
     model: GlmModel,
     tokens: Int[Array, "batch s"],
@@ -130,7 +200,7 @@ def forward(
     mode: Mode,
     chunk: int = DEFAULT_CHUNK,
 ) -> Float[Array, "batch s vocab"]:
-    """Next-token logits at every position of sequences that start at position 0.
+    """Float32 next-token logits at every position of sequences that start at position 0.
 
     Args:
         model: The model; computes in its `dtype`.
@@ -138,12 +208,4 @@ def forward(
         mode: Which positions a query attends to.
         chunk: Queries per attention step; bounds memory, does not change the result.
     """
-    attend = attend_for(model, mode, chunk)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    h = model.embed(tokens)
-    shared: object = None
-    for block in model.layers:
-        update, shared = attend(block, block.input_norm(h), positions, shared)
-        h = h + update
-        h = h + block.mlp(block.post_norm(h))
-    return model.logits(h)
+    return model.logits(run_layers(model, tokens, attend_for(model, mode, chunk)).h)

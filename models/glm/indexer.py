@@ -67,9 +67,4 @@ def index_scores(
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return jnp.einsum(
-        "...ths,...th->...ts",
-        jax.nn.relu(dots),
-        weights,
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    return jnp.sum(jax.nn.relu(dots) * weights[..., None], axis=-2)

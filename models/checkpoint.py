@@ -1,0 +1,128 @@
+"""Saving and restoring a model: `config.json`, and the weights in an Orbax directory beside it.
+
+Restoring gives host arrays first, so a checkpoint does not depend on the device it was saved from.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.glm.model import GlmModel
+from dhisparse_jax.models.hf_config import read_json
+from dhisparse_jax.models.params import (
+    Flat,
+    Nested,
+    abstract_params,
+    build_model,
+    cast_like,
+    flatten,
+    unflatten,
+)
+from dhisparse_jax.models.text import few
+
+# Orbax fills data files up to about this size; small enough for hosts that limit file sizes.
+_DATA_FILE_BYTES = 4 * 2**20
+
+
+def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) -> None:
+    """Writes a checkpoint, replacing the one in `directory`.
+
+    Args:
+        directory: Where to write; created if need be.
+        config: Sizes; `config.param_dtype` is the dtype that weights are written in, except for
+            those the model always keeps in float32.
+        params: Nested weights of a model of these sizes.
+    """
+    directory = Path(directory).absolute()
+    # Host arrays, so that the files say nothing about devices.
+    flat = jax.tree.map(np.asarray, flatten(cast_like(params, abstract_params(config))))
+    directory.mkdir(parents=True, exist_ok=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            directory / "params",
+            args=ocp.args.PyTreeSave(flat, ocdbt_target_data_file_size=_DATA_FILE_BYTES),
+            force=True,
+        )
+    text = json.dumps(dataclasses.asdict(config), indent=1)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_checkpoint(
+    directory: Path | str, *, dtype: jnp.dtype | type | None = None
+) -> tuple[GlmConfig, GlmModel]:
+    """Restores a model onto the default device.
+
+    Args:
+        directory: What `save_checkpoint` wrote.
+        dtype: Compute dtype of the model; the dtype of the weights when None.
+
+    Raises:
+        UserError: No checkpoint there, a damaged one, or weights that are missing, left over, or
+            wrongly shaped.
+    """
+    directory = Path(directory).absolute()
+    config = config_from_json(read_json(directory / "config.json"))
+    like = abstract_params(config)
+    flat = _restore(directory / "params", flatten(like))
+    params = cast_like(unflatten(flat, like), like)
+    return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
+
+
+def config_from_json(raw: dict[str, Any]) -> GlmConfig:
+    """The configuration that `save_checkpoint` wrote.
+
+    Raises:
+        UserError: Entries that are missing, unknown, or no valid sizes.
+    """
+    fields = {field.name: field for field in dataclasses.fields(GlmConfig)}
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    unknown, missing = sorted(raw.keys() - fields.keys()), sorted(required - raw.keys())
+    if unknown:
+        raise UserError(f"config.json has unknown entries: {few(unknown)}")
+    if missing:
+        raise UserError(f"config.json lacks {len(missing)} entries: {few(missing)}")
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()
+    }
+    return GlmConfig(**values)
+
+
+def _restore(path: Path, expected: Flat) -> dict[str, np.ndarray]:
+    """Flat host arrays, after comparing names and shapes with what the model needs."""
+    if not path.is_dir():
+        raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        try:
+            found = checkpointer.metadata(path).item_metadata.tree
+            _check(expected, {name: tuple(leaf.shape) for name, leaf in found.items()})
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
+            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        # Orbax and TensorStore have no error class for damaged files.
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"the checkpoint in {path} is damaged: {reason}") from error
+
+
+def _check(expected: Flat, found: dict[str, tuple[int, ...]]) -> None:
+    """Names and shapes agree."""
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing:
+        shapes = [f"{name} {list(expected[name].shape)}" for name in missing]
+        raise UserError(f"the checkpoint lacks {len(missing)} weights: {few(shapes)}")
+    if extra:
+        raise UserError(f"the checkpoint has {len(extra)} weights too many: {few(extra)}")
+    wrong = [
+        f"{name} is {list(shape)}, expected {list(expected[name].shape)}"
+        for name, shape in found.items()
+        if shape != tuple(expected[name].shape)
+    ]
+    if wrong:
+        raise UserError(f"{len(wrong)} weights have the wrong shape: {few(wrong)}")

@@ -1,0 +1,54 @@
+"""Weights of a model as plain dictionaries, and back.
+
+Nested: what JAX transformations and optimizers see. Flat: `layers.0.attention.q_a.kernel` to array,
+the names used on disk.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.models.glm.model import GlmModel
+
+Nested = dict[Any, Any]  # str or layer number -> Nested or array
+Flat = dict[str, Any]
+
+
+def params_of(model: GlmModel) -> Nested:
+    """The nested weights of a model."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def abstract_params(config: GlmConfig) -> Nested:
+    """Shapes and dtypes of the nested weights; nothing is allocated."""
+    return params_of(nnx.eval_shape(lambda: GlmModel(config, rngs=nnx.Rngs(0))))
+
+
+def build_model(config: GlmConfig, params: Nested, dtype: jnp.dtype | type) -> GlmModel:
+    """A model with the given nested weights, computing in `dtype`. May be traced."""
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: GlmModel(config, rngs=nnx.Rngs(0), dtype=dtype))
+    )
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def cast_like(params: Nested, like: Nested) -> Nested:
+    """Arrays with the dtypes of `like`."""
+    return jax.tree.map(lambda x, target: jnp.asarray(x, target.dtype), params, like)
+
+
+def flatten(params: Nested) -> Flat:
+    """Nested to flat names."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {".".join(str(entry.key) for entry in path): leaf for path, leaf in flat}
+
+
+def unflatten(flat: Mapping[str, Any], like: Nested) -> Nested:
+    """Flat names to the nesting of `like`, which must have the same names."""
+    structure = jax.tree.structure(like)
+    return jax.tree.unflatten(structure, [flat[name] for name in flatten(like)])
