@@ -140,15 +140,11 @@ def prepare(
 
 def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) -> "Request":
     """Encode a prompt. Raises UserError where it does not fit the vocabulary or the context."""
+    from dhisparse_jax.cli.session import encode
     from dhisparse_jax.engine.request import Request
     from dhisparse_jax.sampling import Sampling
 
-    try:
-        tokens = loaded.tokenizer.encode(prompt.data)
-    except UserError as error:
-        raise UserError(f"{prompt.name}: {error}") from error
-    if not tokens:
-        raise UserError(f"{prompt.name} gives no tokens; at least one is needed")
+    tokens = encode(loaded, prompt)
     if len(tokens) >= loaded.context:
         raise UserError(
             f"{prompt.name} has {len(tokens):,} tokens; {loaded.name} has a context of "

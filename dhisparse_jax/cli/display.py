@@ -83,20 +83,21 @@ class PrefillBar:
         """Move the request's bar, and take it away at its end."""
         request = self._requests[event.request]
         if event.request not in self._tasks:
-            task = self._progress.add_task(f"{request.name}, {request.prompt_tokens:,} tokens")
-            self._tasks[event.request] = task
-            if not self._console.is_terminal:
-                place = f"{event.request + 1}/{len(self._requests)}"
-                self._console.print(
-                    f"prefill {place} {request.name}, {request.prompt_tokens:,} tokens",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
+            self._tasks[event.request] = self._announce(event.request)
         task = self._tasks[event.request]
         self._progress.update(task, completed=event.done, total=event.total)
         if event.done >= event.total:
             self._progress.update(task, visible=False)
+
+    def _announce(self, number: int) -> TaskID:
+        """Add a request's bar; a line instead where there is no terminal to draw on."""
+        request = self._requests[number]
+        text = f"{request.name}, {request.prompt_tokens:,} tokens"
+        if not self._console.is_terminal:
+            place = f"{number + 1}/{len(self._requests)} " if len(self._requests) > 1 else ""
+            line = Text(f"prefill {place}{text}")
+            self._console.print(line, soft_wrap=True)
+        return self._progress.add_task(text)
 
     def stop(self) -> None:
         """Take the bar away; nothing where it is gone."""

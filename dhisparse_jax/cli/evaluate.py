@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,12 +13,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.prompts import Prompt, read_prompts
 from dhisparse_jax.cli.report import json_line
-from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float
+
+    from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.models.registry import LoadedModel
 
-Score = Callable[[Sequence[int]], Sequence[float]]
+# Tokens of a file are known beforehand, so a step can take many of them.
+TOKENS_PER_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class FileScore:
         return self.bits / self.size
 
 
-def evaluate(  # one parameter an option
+def evaluate(
     files: opt.Files,
     model: opt.Model = opt.BUNDLED_MODEL,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
@@ -58,85 +63,121 @@ def evaluate(  # one parameter an option
 ) -> None:
     """Bits per byte of each file: how well the model predicts it.
 
-    Every token is predicted from all that stand before it. The first one of a file, which has
-    nothing before it, counts as log2 of the vocabulary's size. A file longer than the context is
-    read in windows of the context's length that overlap by half; a token counts once, in the first
-    window that holds it, so it is predicted from half a context at least. The total is all bits over all bytes.
+    Every token is predicted from those before it, in decode steps over the hierarchy, 16 tokens
+    each. Where the model has no token that starts a text, the first token of a file counts as
+    log2 of the vocabulary's size. A file longer than the context is read in windows of the
+    context's length that overlap by half: a token counts once, in the first window that holds it,
+    with half a context before it or more. The total is all bits over all bytes.
 
     The last line of standard output is one JSON object:
     {"files": [{"name", "bytes", "bits_per_byte"}], "bits_per_byte"}.
     """
-    prompts = read_prompts(files)
-    run(prompts, model, dtype, opt.HierarchyOptions(policy, hot_rows, 1))
+    run(read_prompts(files), model, dtype, opt.HierarchyOptions(policy, hot_rows, batch=1))
 
 
 def run(
     prompts: Sequence[Prompt], model: str, dtype: opt.DtypeName, hierarchy: opt.HierarchyOptions
 ) -> None:
     """Score the files one after the other, print a line for each, then the JSON object."""
-    from dhisparse_jax.cli.session import load_model, make_engine
+    from dhisparse_jax.cli.session import encode, load_model, make_engine
 
     loaded = load_model(model, dtype)
     encoded = [encode(loaded, prompt) for prompt in prompts]
-    positions = min(max(len(tokens) for tokens in encoded), loaded.context)
-    engine = make_engine(loaded, hierarchy, requests=1, positions=positions)
+    longest = window_length(loaded.context)
+    engine = make_engine(
+        loaded,
+        hierarchy,
+        requests=1,
+        positions=min(max(len(tokens) for tokens in encoded), longest),
+        queries=TOKENS_PER_STEP,
+    )
     scores = []
     with make_progress() as progress:
         for prompt, tokens in zip(prompts, encoded, strict=True):
             task = progress.add_task(prompt.name, total=len(tokens))
-            bits = file_bits(
-                tokens,
-                engine.score,
-                loaded,
-                lambda done, task=task: progress.update(task, completed=done),
-            )
+            advance = partial(progress.advance, task)
+            bits = file_bits(engine, loaded, tokens, longest, advance)
             progress.remove_task(task)
             scores.append(FileScore(prompt.name, len(prompt.data), bits))
             typer.echo(f"{scores[-1].bits_per_byte:8.4f} bits per byte  {prompt.name}")
     typer.echo(json_line(document(scores)))
 
 
-def encode(loaded: "LoadedModel", prompt: Prompt) -> tuple[int, ...]:
-    """Tokens of a file. Raises UserError where the vocabulary cannot hold it, or it has none."""
-    try:
-        tokens = loaded.tokenizer.encode(prompt.data)
-    except UserError as error:
-        raise UserError(f"{prompt.name}: {error}") from error
-    if not tokens:
-        raise UserError(f"{prompt.name} gives no tokens; at least one is needed")
-    return tokens
+def window_length(context: int) -> int:
+    """Tokens of a window: the context, less what the last step may reach beyond the file."""
+    return max(context - TOKENS_PER_STEP + 1, 2)
 
 
 def file_bits(
-    tokens: Sequence[int], score: Score, loaded: "LoadedModel", progress: Callable[[int], None]
+    engine: "Engine",
+    loaded: "LoadedModel",
+    tokens: Sequence[int],
+    longest: int,
+    advance: Callable[[int], None],
 ) -> float:
     """Total bits of a file.
 
     Args:
-      tokens: the file's, one or more.
-      score: log2 of the probability of each token but the first, given those before it.
-      loaded: gives the context and the size of the vocabulary.
-      progress: told how many tokens are done.
+        engine: with room for `longest` positions.
+        loaded: the model, for its tokenizer and vocabulary.
+        tokens: the file's, one or more.
+        longest: tokens of a window.
+        advance: told how many more tokens are done.
     """
-    bits = math.log2(loaded.model.vocab_size)
-    for window in windows(len(tokens), loaded.context):
-        log_probabilities = score(tokens[window.start : window.end])
-        # Entry i is about token start + 1 + i.
-        bits -= math.fsum(log_probabilities[window.first - window.start - 1 :])
-        progress(window.end)
+    # A token without text only starts the file: nothing has to predict it.
+    bits = 0.0 if not loaded.tokenizer.decode(tokens[:1]) else math.log2(loaded.model.vocabulary)
+    advance(1)
+    for window in windows(len(tokens), longest):
+        bits += window_bits(engine, tokens, window, advance)
     return bits
 
 
-def windows(length: int, context: int) -> list[Window]:
+def window_bits(
+    engine: "Engine", tokens: Sequence[int], window: Window, advance: Callable[[int], None]
+) -> float:
+    """Bits of the tokens that count in a window; those before them are prefilled."""
+    import numpy as np
+
+    from dhisparse_jax.cli.session import teacher_force
+
+    bits = 0.0
+    position = window.start  # of the token whose logits' piece comes next
+    inputs = tokens[window.start : window.end]
+    for event in teacher_force(engine, inputs, window.first - window.start):
+        if not isinstance(event, np.ndarray):
+            continue
+        # Logits after token i are about token i + 1.
+        low = max(position + 1, window.first)
+        high = min(position + 1 + len(event), window.end)
+        if low < high:
+            rows = event[low - position - 1 : high - position - 1]
+            bits += bits_of(rows, tokens[low:high])
+            advance(high - low)
+        position += len(event)
+    return bits
+
+
+def bits_of(logits: "Float[np.ndarray, 'n V']", tokens: Sequence[int]) -> float:
+    """Sum of -log2 of the probability that row i of `logits` gives `tokens[i]`."""
+    import numpy as np
+
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=-1)
+    log_total = top + np.log(np.exp(wide - top[:, None]).sum(axis=-1))
+    chosen = np.take_along_axis(wide, np.asarray(tokens)[:, None], axis=-1)[:, 0]
+    return float((log_total - chosen).sum() / np.log(2.0))
+
+
+def windows(length: int, longest: int) -> list[Window]:
     """Windows that cover tokens 1 to `length`, each counted once.
 
-    In: length 10, context 4. Out (start, first, end): (0, 1, 4), (2, 4, 6), (4, 6, 8), (6, 8, 10).
+    In: length 10, longest 4. Out (start, first, end): (0, 1, 4), (2, 4, 6), (4, 6, 8), (6, 8, 10).
     """
-    found = [Window(0, 1, min(length, context))] if length > 1 else []
+    found = [Window(0, 1, min(length, longest))] if length > 1 else []
     while found and found[-1].end < length:
         first = found[-1].end
-        start = first - context // 2
-        found.append(Window(start, first, min(start + context, length)))
+        start = first - longest // 2
+        found.append(Window(start, first, min(start + longest, length)))
     return found
 
 

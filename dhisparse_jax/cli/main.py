@@ -1,11 +1,10 @@
 """Entry point of `dhisparse`: sub-commands, errors to one line each, exit codes.
 
-Exit codes: 0 done; 1 verify-hf found a difference; 2 bad input or a machine that cannot do it;
-130 interrupted; 141 the reader of standard output went away.
+Exit codes: 0 done; 1 verify-hf found a difference, or the reader of standard output went away (as
+typer does it); 2 bad input, or a machine that cannot do it; 130 interrupted.
 """
 
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,7 +18,6 @@ from dhisparse_jax.errors import UserError
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-BROKEN_PIPE = 141
 
 # Typer carries its own copy of click, whose base of all usage errors has no public name.
 USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -82,10 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(usage_message(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes standard output at exit, which would fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     return result if isinstance(result, int) else 0
 
 

@@ -4,7 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dhisparse_jax.engine.events import Event, Finished, NewTokens, PrefillProgress, StepDone
+from dhisparse_jax.engine.events import (
+    Event,
+    Finished,
+    NewTokens,
+    PrefillProgress,
+    StepDone,
+    StepMetrics,
+)
 from dhisparse_jax.engine.request import Request
 
 INTERRUPTED = "interrupted"
@@ -41,52 +48,54 @@ class RequestRecord:
 
 @dataclass
 class RunRecord:
-    """A whole run so far; the counts are sums over steps, pools and requests.
+    """A whole run so far.
 
     Attributes:
-      requests: in the order that they were given.
-      steps: decode steps.
-      selected_rows: records that the steps' selections named, each once per step.
-      fetched_rows: records that were read from the host pool.
-      host_bytes_read: bytes of those records.
-      prefill_seconds: wall time spent in prefill, compilation included.
-      decode_seconds: wall time spent in decode steps, compilation included.
-      first_step_seconds: the part of `decode_seconds` up to the end of the first step.
-      first_step_tokens: tokens that were there by then.
+        requests: in the order that they were given.
+        steps: decode steps.
+        totals: what the steps read, over all of them.
+        prefill_seconds: wall time of prefill and of each request's first token.
+        decode_seconds: wall time of decode steps.
+        first_step_seconds: the part of `decode_seconds` up to the end of the first step.
+        steady_tokens: tokens of the steps after the first.
     """
 
     requests: list[RequestRecord]
     steps: int = 0
-    selected_rows: int = 0
-    fetched_rows: int = 0
-    host_bytes_read: int = 0
+    totals: StepMetrics = StepMetrics()
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     first_step_seconds: float = 0.0
-    first_step_tokens: int = 0
+    steady_tokens: int = 0
     clock: Callable[[], float] = time.perf_counter
     _last: float = 0.0
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "RunRecord":
+    def of(
+        cls, requests: Sequence[Request], clock: Callable[[], float] = time.perf_counter
+    ) -> "RunRecord":
         """An empty record; its clock starts now."""
-        record = cls([RequestRecord(item.name, len(item.prompt)) for item in requests])
-        record._last = record.clock()
-        return record
+        records = [RequestRecord(item.name, len(item.prompt)) for item in requests]
+        return cls(records, clock=clock, _last=clock())
 
     def add(self, event: Event) -> None:
         """Take in one event. The time since the event before it counts as that event's work."""
-        self._add_time(isinstance(event, PrefillProgress))
+        self._add_time(event)
         match event:
             case PrefillProgress(request, done, total):
                 self.requests[request].prefill_done = done
                 self.requests[request].prefill_total = total
             case NewTokens(request, tokens):
+                if self.requests[request].tokens and self.steps > 1:
+                    self.steady_tokens += len(tokens)
                 self.requests[request].tokens.extend(tokens)
             case Finished(request, reason):
                 self.requests[request].finish_reason = reason
-            case StepDone():
-                self._add_step(event)
+            case StepDone(_, metrics):
+                self.steps += 1
+                self.totals += metrics
+                if self.steps == 1:
+                    self.first_step_seconds = self.decode_seconds
 
     def interrupt(self) -> None:
         """Mark what had not finished."""
@@ -110,31 +119,23 @@ class RunRecord:
 
     @property
     def steady_tokens_per_s(self) -> float:
-        """Tokens over time of the decode steps after the first, which compiles."""
-        tokens = self.output_tokens - self.first_step_tokens
-        return _ratio(tokens, self.decode_seconds - self.first_step_seconds) if self.steps else 0.0
+        """Tokens over time of the steps after the first, which compiles; 0 where there are none."""
+        return _ratio(self.steady_tokens, self.decode_seconds - self.first_step_seconds)
 
     @property
     def fetched_share(self) -> float:
         """Fetched rows as a share of the selected ones, 0 to 1."""
-        return _ratio(self.fetched_rows, self.selected_rows)
+        return _ratio(self.totals.fetched_rows, self.totals.selected_rows)
 
-    def _add_time(self, prefill: bool) -> None:
+    def _add_time(self, event: Event) -> None:
         now = self.clock()
-        if prefill:
+        # Prefill runs asynchronously: what waits for it is the request's first token.
+        first = isinstance(event, NewTokens) and not self.requests[event.request].tokens
+        if first or isinstance(event, PrefillProgress):
             self.prefill_seconds += now - self._last
         else:
             self.decode_seconds += now - self._last
         self._last = now
-
-    def _add_step(self, event: StepDone) -> None:
-        self.steps += 1
-        self.selected_rows += event.metrics.selected_rows
-        self.fetched_rows += event.metrics.fetched_rows
-        self.host_bytes_read += event.metrics.host_bytes_read
-        if self.steps == 1:
-            self.first_step_seconds = self.decode_seconds
-            self.first_step_tokens = self.output_tokens
 
 
 def _ratio(part: float, whole: float) -> float:

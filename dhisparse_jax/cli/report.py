@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any, Protocol
 
 from dhisparse_jax.cli.record import RunRecord
 from dhisparse_jax.errors import UserError
+
+# A list of integers over several lines. A string cannot match: it holds no line ends.
+_NUMBERS = re.compile(r"\[\n([\d,\s-]+)\]")
 
 
 class Sizes(Protocol):
@@ -59,10 +63,10 @@ def decode_document(setting: Setting, record: RunRecord, sizes: Sizes) -> dict[s
             "decode_seconds": record.decode_seconds,
             "steady_tokens_per_s": record.steady_tokens_per_s,
             "steps": record.steps,
-            "selected_rows": record.selected_rows,
-            "fetched_rows": record.fetched_rows,
+            "selected_rows": record.totals.selected_rows,
+            "fetched_rows": record.totals.fetched_rows,
             "fetched_share": record.fetched_share,
-            "host_bytes_read": record.host_bytes_read,
+            "host_bytes_read": record.totals.host_bytes_read,
             "host_bytes": sizes.host_bytes,
             "hot_bytes": sizes.hot_bytes,
             "tail_bytes": sizes.tail_bytes,
@@ -106,8 +110,9 @@ class OutputFile:
         self._temporary = Path(name)
 
     def write(self, document: dict[str, Any]) -> None:
-        """Write `document`, indented, and put it in place."""
-        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        """Write `document`, indented but with a line per list of numbers, and put it in place."""
+        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+        text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
         if self._temporary is None:
             self._path.write_text(text, encoding="utf-8")
             return

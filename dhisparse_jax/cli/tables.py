@@ -63,10 +63,10 @@ def _held(sizes: Sizes) -> list[tuple[str, str]]:
 
 def _moved(record: RunRecord) -> list[tuple[str, str]]:
     return [
-        ("selected rows", f"{record.selected_rows:,}"),
-        ("fetched rows", f"{record.fetched_rows:,}"),
+        ("selected rows", f"{record.totals.selected_rows:,}"),
+        ("fetched rows", f"{record.totals.fetched_rows:,}"),
         ("fetched share", f"{record.fetched_share:.2%}"),
-        ("host bytes read", size_text(record.host_bytes_read)),
+        ("host bytes read", size_text(record.totals.host_bytes_read)),
     ]
 
 

@@ -1,9 +1,10 @@
 """`dhisparse verify-hf`: does the product compute what the reference implementation computes?"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float, Int, Shaped
 
+    from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.models.registry import LoadedModel
 
 # A wrong epsilon of the latent norm shows only as 5e-5 to 9e-5.
@@ -72,8 +74,8 @@ def verify_hf(
     check_vocabulary(loaded, tokens, reference)
     hierarchy = opt.HierarchyOptions(policy, hot_rows, 1)
     engine = make_engine(loaded, hierarchy, requests=1, positions=len(tokens))
-    result = engine.logits(tokens.tolist(), split)
-    verdict = compare(result.logits, reference, policy.value, split, result.fetched_rows, tolerance)
+    logits, fetched_rows = run(engine, tokens.tolist(), split)
+    verdict = compare(logits, reference, policy.value, split, fetched_rows, tolerance)
     typer.echo(
         f"{'passed' if verdict.passed else 'FAILED'}: {loaded.name}, {len(tokens)} tokens, "
         f"{split} prefilled, policy {policy.value}"
@@ -81,6 +83,24 @@ def verify_hf(
     typer.echo(json_line(asdict(verdict)))
     if not verdict.passed:
         raise typer.Exit(1)
+
+
+def run(
+    engine: "Engine", tokens: Sequence[int], split: int
+) -> tuple["Float[np.ndarray, 'S V']", int]:
+    """The engine's logits after every token, and the rows fetched while decoding."""
+    import numpy as np
+
+    from dhisparse_jax.cli.session import teacher_force
+    from dhisparse_jax.engine.events import StepDone
+
+    pieces, fetched_rows = [], 0
+    for event in teacher_force(engine, tokens, split):
+        if isinstance(event, np.ndarray):
+            pieces.append(event)
+        elif isinstance(event, StepDone):
+            fetched_rows += event.metrics.fetched_rows
+    return np.concatenate(pieces), fetched_rows
 
 
 def read_inputs(folder: Path) -> "Int[np.ndarray, ' S']":
@@ -138,7 +158,7 @@ def check_vocabulary(
     loaded: "LoadedModel", tokens: "Int[np.ndarray, ' S']", reference: "Float[np.ndarray, 'S V']"
 ) -> None:
     """Raises UserError where the files do not belong to the model."""
-    size = loaded.model.vocab_size
+    size = loaded.model.vocabulary
     if reference.shape[1] != size:
         raise UserError(
             f"logits.npy is over {reference.shape[1]} tokens, but the vocabulary has {size}"
