@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
+from dhisparse_jax.models.checkpoint import load_checkpoint
 from dhisparse_jax.models.glm.decode import serve
 from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.hf import load_hf
@@ -60,9 +61,7 @@ def load(name: str, dtype: str = "float32") -> LoadedModel:
 
 
 def _load_bundled(name: str, dtype: str) -> LoadedModel:
-    """A model that is part of the package: bytes, and byte 0 around each text."""
-    from dhisparse_jax.models.checkpoint import load_checkpoint
-
+    """A model that is part of the package: bytes, between two start tokens."""
     config, model = load_checkpoint(BUNDLED[name], dtype=jnp.dtype(dtype))
     return _loaded(name, config, model, dtype, ByteTokenizer(start=config.bos_id))
 

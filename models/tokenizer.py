@@ -8,13 +8,14 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dhisparse_jax.errors import UserError
 
 BYTE_VALUES = 256
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the command needs of a tokenizer."""
 
@@ -64,18 +65,23 @@ class FileTokenizer:
         self._vocab_size = vocab_size
         self._byte_of = byte_alphabet() if _is_byte_level(document.get("decoder")) else None
         added = document.get("added_tokens") or []
-        self._added = {entry["id"]: b"" if entry.get("special") else entry["content"].encode() for entry in added}
+        self._added = {
+            entry["id"]: b"" if entry.get("special") else entry["content"].encode()
+            for entry in added
+        }
 
     def encode(self, data: bytes) -> tuple[int, ...]:
         """Token ids, with the special tokens that the file puts around a text.
 
         Raises:
-          UserError: `data` is not UTF-8, or the file gives ids that the model does not have.
+            UserError: `data` is not UTF-8, or the file gives ids that the model does not have.
         """
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"not UTF-8 text at byte {error.start}, which {self._path} needs") from error
+            raise UserError(
+                f"not UTF-8 text at byte {error.start}, which {self._path} needs"
+            ) from error
         tokens = tuple(self._backend.encode(text).ids)
         largest = max(tokens, default=0)
         if largest >= self._vocab_size:
@@ -114,11 +120,11 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a checkpoint: its `tokenizer.json`, or bytes where it has none.
 
     Args:
-      directory: a checkpoint's folder.
-      vocab_size: number of token ids that the model has.
+        directory: a checkpoint's folder.
+        vocab_size: number of token ids that the model has.
 
     Raises:
-      UserError: the file is unusable, or there is none and the vocabulary is smaller than 256.
+        UserError: the file is unusable, or there is none and the vocabulary is smaller than 256.
     """
     path = directory / "tokenizer.json"
     if path.exists():

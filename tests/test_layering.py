@@ -21,7 +21,9 @@ MAX_KERNEL_LINES = 500
 
 def sources(*folders: str) -> list[Path]:
     """Modules under the folders, as paths from the root."""
-    return sorted(path.relative_to(ROOT) for name in folders for path in (ROOT / name).rglob("*.py"))
+    return sorted(
+        path.relative_to(ROOT) for name in folders for path in (ROOT / name).rglob("*.py")
+    )
 
 
 ALL = sources(*PACKAGES, "bench")
@@ -82,7 +84,7 @@ def test_functions_are_short(path: Path):
 
 
 def test_every_package_is_installed():
-    """The list in pyproject.toml is written by hand, since two folders install under other names."""
+    """pyproject.toml lists packages by hand, since two folders install under other names."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folders = {
         ".".join([PACKAGES[path.parts[0]], *path.parent.parts[1:]])

@@ -75,8 +75,8 @@ def run(options: DecodeOptions) -> None:
     """Do what `options` say.
 
     Raises:
-      UserError: an input or the machine does not allow it.
-      KeyboardInterrupt, BrokenPipeError: after the document and, where it can be, the table.
+        UserError: an input or the machine does not allow it.
+        KeyboardInterrupt, BrokenPipeError: after the document and, where it can be, the table.
     """
     # What can be refused without a model is refused before one is loaded.
     prompts = read_prompts(options.prompt_files)

@@ -81,7 +81,6 @@ class PrefillBar:
 
     def show(self, event: PrefillProgress) -> None:
         """Move the request's bar, and take it away at its end."""
-        request = self._requests[event.request]
         if event.request not in self._tasks:
             self._tasks[event.request] = self._announce(event.request)
         task = self._tasks[event.request]

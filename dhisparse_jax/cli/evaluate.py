@@ -39,9 +39,9 @@ class FileScore:
     """What one file costs.
 
     Attributes:
-      name: as shown.
-      size: bytes of the file.
-      bits: total of -log2 p over its tokens.
+        name: as shown.
+        size: bytes of the file.
+        bits: total of -log2 p over its tokens.
     """
 
     name: str

@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-      arguments: by default those of the process.
+        arguments: by default those of the process.
 
     Returns:
-      The exit code; see the module.
+        The exit code; see the module.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

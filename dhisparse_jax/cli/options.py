@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ BUNDLED_MODEL = "tiny"
 MOST_AT_ONCE = 8
 
 
-class PolicyName(str, Enum):
+class PolicyName(StrEnum):
     """`dhisparse_jax.config.Policy` by name, without the import of jax that it takes."""
 
     ADAPTIVE = "adaptive"
@@ -24,7 +24,7 @@ class PolicyName(str, Enum):
     RESIDENT = "resident"
 
 
-class DtypeName(str, Enum):
+class DtypeName(StrEnum):
     """Floating-point types that a model can run in."""
 
     FLOAT32 = "float32"
@@ -36,9 +36,9 @@ class HierarchyOptions:
     """The options of the hierarchy, as given.
 
     Attributes:
-      policy: how device memory is shared out.
-      hot_rows: rows per request on the device; None: from the memory there is.
-      batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
+        policy: how device memory is shared out.
+        hot_rows: rows per request on the device; None: from the memory there is.
+        batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
     """
 
     policy: PolicyName
@@ -148,7 +148,9 @@ PromptFiles = Annotated[
 ]
 MaxNewTokens = Annotated[
     int,
-    typer.Option("--max-new-tokens", "-n", metavar="N", callback=count, help="Tokens to add, at most."),
+    typer.Option(
+        "--max-new-tokens", "-n", metavar="N", callback=count, help="Tokens to add, at most."
+    ),
 ]
 
 # How a token is chosen

@@ -26,16 +26,18 @@ def read_prompts(paths: Sequence[str]) -> list[Prompt]:
     """Read each file as one prompt; `-` is standard input.
 
     Raises:
-      UserError: a file is missing, empty, a directory or unreadable.
+        UserError: a file is missing, empty, a directory or unreadable.
     """
-    return [Prompt(name, read_file(path)) for name, path in zip(short_names(paths), paths, strict=True)]
+    return [
+        Prompt(name, read_file(path)) for name, path in zip(short_names(paths), paths, strict=True)
+    ]
 
 
 def read_file(path: str) -> bytes:
     """The bytes of a file, or of standard input for `-`; at least one byte.
 
     Raises:
-      UserError: as `read_prompts`.
+        UserError: as `read_prompts`.
     """
     try:
         data = sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
@@ -62,15 +64,15 @@ def default_prompts(max_bytes: int, library: Path | None = None) -> list[Prompt]
     """The beginnings of standard library modules that the bundled model was not trained on.
 
     Args:
-      max_bytes: the longest prompt that may be made, in bytes.
-      library: the folder of the standard library; by default this Python's own.
+        max_bytes: the longest prompt that may be made, in bytes.
+        library: the folder of the standard library; by default this Python's own.
 
     Returns:
-      One prompt for each of DEFAULT_LENGTHS, longest first, each from another module and cut at
-      the end of a line.
+        One prompt for each of DEFAULT_LENGTHS, longest first, each from another module and cut at
+        the end of a line.
 
     Raises:
-      UserError: this Python has no library sources, or too few of the left-out modules.
+        UserError: this Python has no library sources, or too few of the left-out modules.
     """
     folder = library or Path(sysconfig.get_path("stdlib"))
     texts = {path.name: path.read_bytes() for path in _left_out_files(folder)}

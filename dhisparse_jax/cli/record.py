@@ -22,11 +22,11 @@ class RequestRecord:
     """One request so far.
 
     Attributes:
-      name: as the request's.
-      prompt_tokens: length of the prompt in tokens.
-      tokens: what was generated.
-      prefill_done: finished pieces of the prefill, of `prefill_total`.
-      finish_reason: "length", "stop", "context", "interrupted"; None while it runs or waits.
+        name: as the request's.
+        prompt_tokens: length of the prompt in tokens.
+        tokens: what was generated.
+        prefill_done: finished pieces of the prefill, of `prefill_total`.
+        finish_reason: "length", "stop", "context", "interrupted"; None while it runs or waits.
     """
 
     name: str
@@ -38,7 +38,7 @@ class RequestRecord:
 
     @property
     def stage(self) -> str:
-        """"waiting", "prefill", "decoding", or why it ended."""
+        """What it does: "waiting", "prefill", "decoding", or why it ended."""
         if self.finish_reason is not None:
             return self.finish_reason
         if self.prefill_total and self.prefill_done == self.prefill_total:
@@ -62,7 +62,7 @@ class RunRecord:
 
     requests: list[RequestRecord]
     steps: int = 0
-    totals: StepMetrics = StepMetrics()
+    totals: StepMetrics = field(default_factory=StepMetrics)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     first_step_seconds: float = 0.0

@@ -6,24 +6,16 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from dhisparse_jax.cli.record import RunRecord
 from dhisparse_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from dhisparse_jax.cli.record import RunRecord
+    from dhisparse_jax.engine.memory import Sizes
 
 # A list of integers over several lines. A string cannot match: it holds no line ends.
 _NUMBERS = re.compile(r"\[\n([\d,\s-]+)\]")
-
-
-class Sizes(Protocol):
-    """Bytes that the engine holds, in all."""
-
-    @property
-    def host_bytes(self) -> int: ...
-    @property
-    def hot_bytes(self) -> int: ...
-    @property
-    def tail_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,7 @@ class Setting:
     draft: str = "none"
 
 
-def decode_document(setting: Setting, record: RunRecord, sizes: Sizes) -> dict[str, Any]:
+def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> dict[str, Any]:
     """The document of `dhisparse decode --json`. Times in seconds, sizes in bytes."""
     return {
         "model": setting.model,
@@ -90,7 +82,7 @@ class OutputFile:
         """Prepare to write `path`.
 
         Raises:
-          UserError: `path` is a directory, its folder is missing, or it cannot be written.
+            UserError: `path` is a directory, its folder is missing, or it cannot be written.
         """
         if path.is_dir():
             raise UserError(f"--json {path} is a directory; name a file")

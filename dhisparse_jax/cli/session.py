@@ -48,14 +48,14 @@ def make_engine(
     """An engine with room for the work at hand.
 
     Args:
-      loaded: the model.
-      options: policy and sizes.
-      requests: how many requests there are.
-      positions: tokens of the longest request, prompt and new ones.
-      queries: tokens per request and step, where they are known beforehand.
+        loaded: the model.
+        options: policy and sizes.
+        requests: how many requests there are.
+        positions: tokens of the longest request, prompt and new ones.
+        queries: tokens per request and step, where they are known beforehand.
 
     Raises:
-      UserError: the pools do not fit into memory.
+        UserError: the pools do not fit into memory.
     """
     from dhisparse_jax.config import HierarchyConfig, Policy
     from dhisparse_jax.engine.engine import Engine

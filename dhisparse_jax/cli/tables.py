@@ -3,7 +3,8 @@
 from rich.table import Table
 
 from dhisparse_jax.cli.record import RunRecord
-from dhisparse_jax.cli.report import Setting, Sizes
+from dhisparse_jax.cli.report import Setting
+from dhisparse_jax.engine.memory import Sizes
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -28,14 +28,14 @@ class Verdict:
     """What the comparison found; its fields are the JSON object.
 
     Attributes:
-      max_abs_diff: largest absolute difference of a logit; None where one is not finite.
-      argmax_agreement: share of positions with the same most likely token, 0 to 1.
-      policy: name of the policy.
-      split: tokens that were prefilled.
-      tokens: S, all tokens.
-      fetched_rows: records read from the host pool while decoding the others.
-      tolerance: what `max_abs_diff` may be.
-      passed: whether it is no more than that.
+        max_abs_diff: largest absolute difference of a logit; None where one is not finite.
+        argmax_agreement: share of positions with the same most likely token, 0 to 1.
+        policy: name of the policy.
+        split: tokens that were prefilled.
+        tokens: S, all tokens.
+        fetched_rows: records read from the host pool while decoding the others.
+        tolerance: what `max_abs_diff` may be.
+        passed: whether it is no more than that.
     """
 
     max_abs_diff: float | None
@@ -174,7 +174,7 @@ def check_vocabulary(
         )
 
 
-def compare(  # noqa: PLR0913  # the fields of a verdict
+def compare(
     logits: "Float[np.ndarray, 'S V']",
     reference: "Float[np.ndarray, 'S V']",
     policy: str,

@@ -1,6 +1,6 @@
-"""An engine and a model without arithmetic, after the engine's contract.
+"""An engine and a model without arithmetic, after the engine's contract, for tests of the command.
 
-The model "predicts" the byte after the last one (a -> b), so that outputs are known.
+The model continues with the byte after the last one (a, b, c, ...), so that outputs are known.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,72 +16,90 @@ from dhisparse_jax.engine.events import (
     StepDone,
     StepMetrics,
 )
+from dhisparse_jax.engine.memory import Sizes
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer
 
 PIECES = 3
-
-
-@dataclass(frozen=True)
-class Sizes:
-    host_bytes: int = 3 << 20
-    hot_bytes: int = 1 << 20
-    tail_bytes: int = 2048
-    staging_bytes: int = 0
-    index_bytes: int = 512
+CONTEXT = 64
+METRICS = StepMetrics(selected_rows=8, hit_rows=5, tail_rows=1, fetched_rows=2, host_bytes_read=256)
+SIZES = Sizes(
+    host_bytes=3 << 20,
+    hot_bytes=1 << 20,
+    tail_bytes=2048,
+    staging_bytes=0,
+    index_bytes=512,
+    table_bytes=64,
+)
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    vocab_size: int = 256
-    context: int = 64
+    vocabulary: int = 256
 
 
 @dataclass(frozen=True)
 class FakeLoaded:
     name: str = "tiny"
-    model: FakeModel = FakeModel()
+    model: FakeModel = field(default_factory=FakeModel)
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
-    context: int = 64
+    context: int = CONTEXT
     eos: tuple[int, ...] = ()
 
 
 @dataclass
 class FakeEngine:
-    """Decodes every request together; `on_step` may raise, as Ctrl-C does."""
+    """Decodes all requests together; `on_step` may raise, as Ctrl-C does."""
 
-    context: int = 64
-    sizes: Sizes = Sizes()
+    context: int = CONTEXT
+    sizes: Sizes = SIZES
     on_step: Callable[[int], None] = lambda step: None
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
+        texts = [list(request.prompt) for request in requests]
         for index in range(len(requests)):
             for piece in range(PIECES):
                 yield PrefillProgress(index, piece + 1, PIECES)
-        texts = [list(request.prompt) for request in requests]
-        open_requests = set(range(len(requests)))
+            yield from self._advance(index, requests[index], texts[index])
         step = 0
-        while open_requests:
-            self.on_step(step)
-            for index in sorted(open_requests):
-                token = (texts[index][-1] + 1) % 256
-                texts[index].append(token)
-                yield NewTokens(index, (token,))
-                reason = self._reason(requests[index], texts[index])
-                if reason:
-                    open_requests.discard(index)
-                    yield Finished(index, reason)
-            yield StepDone(step, StepMetrics(selected_rows=8, fetched_rows=2, host_bytes_read=256))
+        while still := [i for i in range(len(requests)) if not self._reason(requests[i], texts[i])]:
             step += 1
+            self.on_step(step)
+            yield StepDone(step, METRICS)
+            for index in still:
+                yield from self._advance(index, requests[index], texts[index])
 
-    def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """One bit for the byte that follows, two for any other."""
-        pairs = zip(tokens[:-1], tokens[1:], strict=True)
-        return np.array([-1.0 if b == a + 1 else -2.0 for a, b in pairs])
+    def _advance(self, index: int, request: Request, text: list[int]) -> Iterator[Event]:
+        token = (text[-1] + 1) % 256
+        text.append(token)
+        yield NewTokens(index, (token,))
+        reason = self._reason(request, text)
+        if reason:
+            yield Finished(index, reason)
 
     def _reason(self, request: Request, text: list[int]) -> str | None:
-        if text[-1] in request.stop:
+        if len(text) > len(request.prompt) and text[-1] in request.stop:
             return "stop"
         if len(text) - len(request.prompt) >= request.max_new_tokens:
             return "length"
         return "context" if len(text) >= self.context else None
+
+
+def successor_logits(tokens: Sequence[int], vocabulary: int = 256) -> np.ndarray:
+    """Probability 1/2 for the token after each one, the rest shared by the others."""
+    logits = np.zeros((len(tokens), vocabulary), np.float32)
+    following = (np.asarray(tokens) + 1) % vocabulary
+    logits[np.arange(len(tokens)), following] = np.log(vocabulary - 1)
+    return logits
+
+
+def fake_teacher_force(
+    engine: FakeEngine, tokens: Sequence[int], split: int
+) -> Iterator[Event | np.ndarray]:
+    """Pieces of the sizes that the engine gives: prefilled ones, then a step's each."""
+    logits = successor_logits(tokens)
+    yield PrefillProgress(0, 1, 1)
+    yield logits[:split]
+    for step, start in enumerate(range(split, len(tokens), 16), start=1):
+        yield logits[start : start + 16]
+        yield StepDone(step, METRICS)
