@@ -15,6 +15,8 @@ from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
+# The folder of weights in a checkpoint that models.checkpoint wrote; published ones have none.
+OWN_WEIGHTS = "params"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,32 +44,44 @@ def load(name: str, dtype: str = "float32") -> LoadedModel:
     """Load a model.
 
     Args:
-        name: a bundled model's name, or the path of a Hugging Face checkpoint folder.
+        name: a bundled model's name, or the path of a checkpoint folder: a Hugging Face one, or
+            one that `models.checkpoint` wrote.
         dtype: "float32" or "bfloat16", of the computation and of what the hierarchy keeps.
 
     Raises:
         UserError: there is no such model, or its files are not usable.
     """
-    if name in BUNDLED:
-        return _load_bundled(name, dtype)
-    directory = Path(name)
+    directory = BUNDLED.get(name, Path(name))
     if not directory.is_dir():
         known = ", ".join(BUNDLED)
         raise UserError(
             f"unknown model {name}: neither a bundled one ({known}) nor the folder of a checkpoint"
         )
+    if (directory / OWN_WEIGHTS).is_dir():
+        return _load_own(name, directory, dtype)
+    return _load_published(name, directory, dtype)
+
+
+def _load_own(name: str, directory: Path, dtype: str) -> LoadedModel:
+    """What training wrote: a model of bytes, whose documents begin and end with one token."""
+    config, model = load_checkpoint(directory, dtype=jnp.dtype(dtype))
+    ends = config.eos_ids if config.bos_id is None else (*config.eos_ids, config.bos_id)
+    return _loaded(name, config, model, dtype, ByteTokenizer(start=config.bos_id), ends)
+
+
+def _load_published(name: str, directory: Path, dtype: str) -> LoadedModel:
     config, model = load_hf(directory, dtype=jnp.dtype(dtype))
-    return _loaded(name, config, model, dtype, load_tokenizer(directory, config.vocab_size))
-
-
-def _load_bundled(name: str, dtype: str) -> LoadedModel:
-    """A model that is part of the package: bytes, between two start tokens."""
-    config, model = load_checkpoint(BUNDLED[name], dtype=jnp.dtype(dtype))
-    return _loaded(name, config, model, dtype, ByteTokenizer(start=config.bos_id))
+    tokenizer = load_tokenizer(directory, config.vocab_size)
+    return _loaded(name, config, model, dtype, tokenizer, config.eos_ids)
 
 
 def _loaded(
-    name: str, config: GlmConfig, model: GlmModel, dtype: str, tokenizer: Tokenizer
+    name: str,
+    config: GlmConfig,
+    model: GlmModel,
+    dtype: str,
+    tokenizer: Tokenizer,
+    eos: tuple[int, ...],
 ) -> LoadedModel:
     served, params = serve(model, dtype)
     return LoadedModel(
@@ -76,5 +90,5 @@ def _loaded(
         params=params,
         tokenizer=tokenizer,
         context=config.context,
-        eos=config.eos_ids,
+        eos=eos,
     )

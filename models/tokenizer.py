@@ -31,13 +31,17 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Token ids 0 to 255 are bytes; ids above them have no text."""
 
+    def __init__(self, start: int | None = None) -> None:
+        """`start` is put before every text and has no text itself; None: nothing is."""
+        self._start = start
+
     def encode(self, data: bytes) -> tuple[int, ...]:
-        """The values of the bytes."""
-        return tuple(data)
+        """The start token, if any, and the values of the bytes."""
+        return tuple(data) if self._start is None else (self._start, *data)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of the ids below 256."""
-        return bytes(token for token in tokens if 0 <= token < BYTE_VALUES)
+        """The bytes of the ids below 256, without the start token's."""
+        return bytes(token for token in tokens if token < BYTE_VALUES and token != self._start)
 
 
 class FileTokenizer:
