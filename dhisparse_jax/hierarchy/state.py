@@ -4,7 +4,7 @@ Dimensions: R request rows, C positions per request, W words of a record, Pmax p
 P pages and S slots of a hot pool. `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
-from typing import Any, cast
+from typing import Any, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +115,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     )
 
 
+@no_type_check  # it lies to every checker
 def _leaf(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """A shape in place of an array, as JAX's own functions take and return them."""
     return cast("Array", jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))

@@ -147,7 +147,7 @@ def test_room_is_no_more_than_the_context(run, fake, prompt):
 
 def test_standard_input_is_a_prompt(run, fake, monkeypatch):
     class Input:
-        class buffer:  # noqa: N801
+        class buffer:
             read = staticmethod(lambda: b"a")
 
     monkeypatch.setattr(sys, "stdin", Input)
