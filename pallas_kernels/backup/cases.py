@@ -1,4 +1,4 @@
-"""Named inputs for `backup`: NumPy arrays, the same on every call. For tests and benchmarks.
+"""Named inputs for `backup`, for tests and benchmarks: NumPy arrays, the same on every call.
 
 Backup is retrieval with the two sides swapped, so its cases are those of `retrieve`, swapped.
 """
@@ -24,9 +24,7 @@ class Inputs(NamedTuple):
 def swapped(make: Callable[[], retrieve_cases.Inputs]) -> Inputs:
     """The copies of a retrieval in the other direction."""
     inputs = make()
-    return Inputs(
-        host=inputs.slots, slots=inputs.host, rows=inputs.targets, sources=inputs.rows
-    )
+    return Inputs(host=inputs.slots, slots=inputs.host, rows=inputs.targets, sources=inputs.rows)
 
 
 def _case(make: Callable[[], retrieve_cases.Inputs]) -> Callable[[], Inputs]:

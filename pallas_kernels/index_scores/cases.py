@@ -1,4 +1,4 @@
-"""Named inputs for `index_scores`: NumPy arrays, the same on every call. For tests and benchmarks."""
+"""Named inputs for `index_scores`, for tests and benchmarks: the same on every call."""
 
 from collections.abc import Callable
 from functools import partial

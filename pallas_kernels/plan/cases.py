@@ -1,7 +1,7 @@
 """Named inputs for `plan`: NumPy arrays, the same on every call. For tests and benchmarks.
 
-Every case is a state that a hierarchy can be in: `slot_of` and `position` are inverse to each other,
-a page belongs to one request, marks lie in the past, tails hold the newest positions.
+Every case is a state that a hierarchy can be in: `slot_of` and `position` are inverse to each
+other, a page belongs to one request, marks lie in the past, tails hold the newest positions.
 """
 
 from collections.abc import Callable
@@ -61,11 +61,13 @@ def random(
     oldest = np.maximum(np.array(lengths) + queries - tail, 0)
     for request in range(size):
         owned = table[request][table[request] >= 0, None] * page_slots + np.arange(page_slots)
-        _fill(rng, tables, request, owned[rng.random(owned.shape) < filled], oldest[request])
-    selection = np.stack([
-        _select(rng, length, queries, top_k, pick, tables.slot_of[request] >= 0)
-        for request, length in enumerate(lengths)
-    ])
+        _fill(rng, tables, request, owned[rng.random(owned.shape) < filled], int(oldest[request]))
+    selection = np.stack(
+        [
+            _select(rng, length, queries, top_k, pick, tables.slot_of[request] >= 0)
+            for request, length in enumerate(lengths)
+        ]
+    )
     ring = slots + tail * np.arange(size)[:, None, None] + selection % tail
     retiring = np.array(lengths)[:, None] + queries - tail + np.arange(queries)
     staging = slots + tail * size + np.arange(size * queries * top_k)
@@ -98,7 +100,7 @@ def _fill(
     rng: np.random.Generator, tables: PlanTables, request: int, slots: np.ndarray, below: int
 ) -> None:
     """Put random distinct positions below `below` into the slots, while there are any."""
-    count = min(len(slots), int(below))
+    count = min(len(slots), below)
     position = rng.permutation(below)[:count]
     tables.slot_of[request, position] = slots[:count]
     tables.position[slots[:count]] = position

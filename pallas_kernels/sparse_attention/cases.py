@@ -1,6 +1,6 @@
-"""Named inputs for `sparse_attention`: NumPy arrays, the same on every call.
+"""Named inputs for `sparse_attention`, for tests and benchmarks: the same on every call.
 
-For tests and benchmarks. Words that no selected row covers are NaN in every float format.
+Words that no selected row covers are NaN in every float format.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     rows: Float[np.ndarray, "S width"]
 
 
-def random(
+def random(  # noqa: PLR0913  # one name per dimension
     *,
     requests: int = 2,
     queries: int = 1,
@@ -133,5 +133,7 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "huge_logits": partial(random, magnitude=1e30),
     "tiny_logits": partial(random, magnitude=1e-30),
     "value_is_row": partial(random, value_width=12),
-    "odd_sizes": partial(random, heads=3, width=10, value_width=3, top_k=7, slots=13, selected=(7, 5)),
+    "odd_sizes": partial(
+        random, heads=3, width=10, value_width=3, top_k=7, slots=13, selected=(7, 5)
+    ),
 }

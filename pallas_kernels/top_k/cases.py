@@ -1,4 +1,4 @@
-"""Named inputs for `top_k`: NumPy arrays, the same on every call. For tests and benchmarks."""
+"""Named inputs for `top_k`, for tests and benchmarks: NumPy arrays, the same on every call."""
 
 from collections.abc import Callable
 from functools import partial
