@@ -1,4 +1,4 @@
-"""Named inputs for `plan`: NumPy arrays, the same on every call. For tests and benchmarks.
+"""Named inputs for `plan`, for tests and benchmarks: the same on every call.
 
 Every case is a state that a hierarchy can be in: `slot_of` and `position` are inverse to each
 other, a page belongs to one request, marks lie in the past, tails hold the newest positions.
@@ -6,10 +6,11 @@ other, a page belongs to one request, marks lie in the past, tails hold the newe
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.plan.types import PlanInput, PlanTables
 
@@ -17,7 +18,7 @@ STEP = 100
 
 
 class Inputs(NamedTuple):
-    """Arguments of `api.plan`; the leaves are NumPy arrays."""
+    """Arguments of `api.plan`."""
 
     wanted: PlanInput
     tables: PlanTables
@@ -52,19 +53,16 @@ def random(
     rng = np.random.default_rng(0)
     table = _deal_pages(rng, pages)
     size = len(lengths)
-    slots = (table.max(initial=0) + 1) * page_slots
-    tables = PlanTables(
-        slot_of=np.full((size, max(lengths) + queries), -1, np.int32),
-        position=np.full(slots, -1, np.int32),
-        mark=STEP - rng.integers(1, 6, slots, np.int32),
-    )
+    slots = int(table.max(initial=0) + 1) * page_slots
+    slot_of = np.full((size, max(lengths) + queries), -1, np.int32)
+    mark = STEP - rng.integers(1, 6, slots, np.int32)
     oldest = np.maximum(np.array(lengths) + queries - tail, 0)
     for request in range(size):
         owned = table[request][table[request] >= 0, None] * page_slots + np.arange(page_slots)
-        _fill(rng, tables, request, owned[rng.random(owned.shape) < filled], int(oldest[request]))
+        _fill(rng, slot_of[request], owned[rng.random(owned.shape) < filled], oldest[request])
     selection = np.stack(
         [
-            _select(rng, length, queries, top_k, pick, tables.slot_of[request] >= 0)
+            _select(rng, length, queries, top_k, pick, slot_of[request] >= 0)
             for request, length in enumerate(lengths)
         ]
     )
@@ -72,18 +70,27 @@ def random(
     retiring = np.array(lengths)[:, None] + queries - tail + np.arange(queries)
     staging = slots + tail * size + np.arange(size * queries * top_k)
     wanted = PlanInput(
-        selection=selection,
+        selection=jnp.asarray(selection),
         tail_slot=_ids(ring, selection >= oldest[:, None, None]),
         retiring=_ids(retiring, (retiring >= 0) & (np.array(lengths) > 0)[:, None]),
-        staging=staging.reshape(size, -1).astype(np.int32),
-        pages=table,
-        step=np.int32(STEP),
+        staging=jnp.asarray(staging.reshape(size, -1), jnp.int32),
+        pages=jnp.asarray(table),
+        step=jnp.int32(STEP),
     )
+    tables = PlanTables(jnp.asarray(slot_of), _held(slot_of, slots), jnp.asarray(mark))
     return Inputs(wanted, tables, page_slots)
 
 
-def _ids(ids: Int[np.ndarray, "*n"], keep: Bool[np.ndarray, "*n"]) -> Int[np.ndarray, "*n"]:
-    return np.where(keep, ids, -1).astype(np.int32)
+def _ids(ids: Int[np.ndarray, "*n"], keep: Bool[np.ndarray, "*n"]) -> Int[Array, "*n"]:
+    return jnp.asarray(np.where(keep, ids, -1), jnp.int32)
+
+
+def _held(slot_of: Int[np.ndarray, "R C"], slots: int) -> Int[Array, " slots"]:
+    """The position in every slot: the inverse of `slot_of`."""
+    position = np.full(slots, -1, np.int32)
+    here = np.nonzero(slot_of >= 0)
+    position[slot_of[here]] = here[1]
+    return jnp.asarray(position)
 
 
 def _deal_pages(rng: np.random.Generator, pages: tuple[int, ...]) -> Int[np.ndarray, "R Pmax"]:
@@ -97,13 +104,14 @@ def _deal_pages(rng: np.random.Generator, pages: tuple[int, ...]) -> Int[np.ndar
 
 
 def _fill(
-    rng: np.random.Generator, tables: PlanTables, request: int, slots: np.ndarray, below: int
+    rng: np.random.Generator,
+    slot_of: Int[np.ndarray, " C"],
+    slots: Int[np.ndarray, " n"],
+    below: np.integer[Any],
 ) -> None:
     """Put random distinct positions below `below` into the slots, while there are any."""
-    count = min(len(slots), below)
-    position = rng.permutation(below)[:count]
-    tables.slot_of[request, position] = slots[:count]
-    tables.position[slots[:count]] = position
+    position = rng.permutation(below)[: len(slots)]
+    slot_of[position] = slots[: len(position)]
 
 
 def _select(

@@ -165,7 +165,7 @@ def one_bit_of_a_host_record(state):
 
 
 def one_bit_of_a_tail_record(state):
-    slot = layout.tail_slot(CONFIG, 1, np.array([1]), np.array([LENGTHS[1] - 1]))
+    slot = int(layout.tail_slot(CONFIG, 1, jnp.int32(1), jnp.int32(LENGTHS[1] - 1)))
     word = state.hot[0].slots[slot, 0]
     return with_hot_field(state, "slots", (slot, 0), word ^ 1)
 
