@@ -1,7 +1,7 @@
 """Prompt files, and the prompts that are used without one. Knows nothing about tokens."""
 
+import re
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +9,13 @@ from pathlib import Path
 from dhisparse_jax.errors import UserError
 
 STANDARD_INPUT = "-"
-# Bytes of the default prompts. Different lengths, so that requests differ in how much history
-# they have; the bundled model's context is 8,192.
-DEFAULT_LENGTHS = (6000, 4500, 3000, 1500)
+# Different lengths, so that requests differ in how much history they have.
+DEFAULT_PROMPTS = (
+    ("textwrap.py", 6000),
+    ("ipaddress.py", 4500),
+    ("shutil.py", 3100),
+    ("difflib.py", 1500),
+)
 
 
 @dataclass(frozen=True)
@@ -68,38 +72,31 @@ def default_prompts(max_bytes: int, library: Path | None = None) -> list[Prompt]
         library: the folder of the standard library; by default this Python's own.
 
     Returns:
-        One prompt for each of DEFAULT_LENGTHS, longest first, each from another module and cut at
-        the end of a line.
+        One prompt for each of DEFAULT_PROMPTS, longest first. A prompt ends with the head of a
+        function, so that its body is what is asked for.
 
     Raises:
-        UserError: this Python has no library sources, or too few of the left-out modules.
+        UserError: this Python has no library sources, or lacks one of the left-out modules.
     """
-    folder = library or Path(sysconfig.get_path("stdlib"))
-    texts = {path.name: path.read_bytes() for path in _left_out_files(folder)}
-    # Most bytes first: the longest prompts need the longest modules.
-    by_size = sorted(texts, key=lambda name: (-len(texts[name]), name))
-    lengths = [min(length, max_bytes) for length in DEFAULT_LENGTHS]
-    names = [name for name in by_size if len(texts[name]) > lengths[0]][: len(lengths)]
-    if len(names) < len(lengths):
-        raise UserError(
-            f"the default prompts need {len(lengths)} standard library sources that the bundled "
-            f"model was not trained on, and {folder} has {len(names)}: give --prompt-file FILE"
-        )
+    from dhisparse_jax.models.train.corpus import load_evaluation
+
+    try:
+        texts = load_evaluation(library)
+    except UserError as error:
+        raise UserError(f"no default prompts: {error}; give --prompt-file FILE") from error
     return [
-        Prompt(name, cut_at_line_end(texts[name], length))
-        for name, length in zip(names, lengths, strict=True)
+        Prompt(name, cut_after_head(texts[name], min(length, max_bytes)))
+        for name, length in DEFAULT_PROMPTS
     ]
+
+
+def cut_after_head(data: bytes, length: int) -> bytes:
+    """The first `length` bytes up to the head of their last function, or to a line's end."""
+    heads = list(re.finditer(rb"^ *def [^\n]*:\n", data[:length], re.MULTILINE))
+    return data[: heads[-1].end()] if heads else cut_at_line_end(data, length)
 
 
 def cut_at_line_end(data: bytes, length: int) -> bytes:
     """The first `length` bytes, less an unfinished last line where there is a finished one."""
     head = data[:length]
     return head[: head.rfind(b"\n") + 1] or head
-
-
-def _left_out_files(folder: Path) -> list[Path]:
-    """Sources of the modules that training left out, as far as `folder` has them."""
-    from dhisparse_jax.models.train.corpus import EVALUATION_MODULES
-
-    paths = [folder / f"{name.replace('.', '/')}.py" for name in EVALUATION_MODULES]
-    return [path for path in paths if path.is_file()]

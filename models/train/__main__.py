@@ -36,7 +36,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="auto",
         help="kernel of dense attention",
     )
-    parser.add_argument("--dropout", type=float, default=0.05, help="of residual updates")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of residual updates")
     parser.add_argument("--smoke", action="store_true", help="three short steps of each phase")
     return parser.parse_args(arguments)
 

@@ -58,7 +58,7 @@ PHASES = (
         kind="dense",
         context=2048,
         batch=32,
-        share=0.50,
+        share=0.40,
         model_rates=Rates(3e-3, 1e-3),
     ),
     Phase(
@@ -66,7 +66,7 @@ PHASES = (
         kind="dense",
         context=8192,
         batch=8,
-        share=0.14,
+        share=0.18,
         model_rates=Rates(1e-3, 5e-4),
     ),
     Phase(
@@ -82,7 +82,7 @@ PHASES = (
         kind="sparse",
         context=8192,
         batch=4,
-        share=0.28,
+        share=0.34,
         model_rates=Rates(7e-4, 0.0),
         index_rates=Rates(1e-3, 0.0),
     ),
@@ -125,9 +125,9 @@ class TrainConfig:
     weight_decay: float = 0.1
     adam_decays: tuple[float, float] = (0.9, 0.95)
     max_gradient_norm: float = 1.0
-    dropout: float = 0.05
+    dropout: float = 0.1
     z_loss: float = 1e-4
-    balance_rate: float = 1e-3
+    balance_rate: float = 1e-2
     eval_context: int = 8192
     eval_batch: int = 8
     eval_bytes: int | None = None
