@@ -207,7 +207,9 @@ def trace(path: Path | None) -> Iterator[None]:
         return
     import jax
 
-    jax.profiler.start_trace(path)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call: large, slow, and not what is asked for
+    jax.profiler.start_trace(path, profiler_options=options)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ PUBLISHED = {
     "dtype": "float32",
     "vocab_size": 256,
     "max_position_embeddings": CONTEXT,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "hidden_size": 32,
     "num_attention_heads": 2,
     "q_lora_rank": 16,
@@ -29,7 +29,7 @@ PUBLISHED = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
     "intermediate_size": 32,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -38,7 +38,7 @@ PUBLISHED = {
     "index_n_heads": 2,
     "index_head_dim": 8,
     "index_topk": 8,
-    "indexer_types": ["full", "full", "shared", "full"],
+    "indexer_types": ["full", "shared", "full"],
     "rope_theta": 10000.0,
 }
 
