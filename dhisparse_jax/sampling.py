@@ -108,7 +108,9 @@ def target_logits(logits: Float[Array, "R V"], sampler: Sampler) -> Float[Array,
     keep = (rank < sampler.top_k[:, None]) | (sampler.top_k[:, None] == 0)
     probability = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep &= (before < sampler.top_p[:, None]) | (rank == 0)
+    # Rounded sums reach 1 before the last token: at top_p = 1 they must not exclude any.
+    within = (before < sampler.top_p[:, None]) | (sampler.top_p[:, None] >= 1.0)
+    keep &= within | (rank == 0)
     ranked = jnp.where(keep, ranked, -jnp.inf)
     return jnp.put_along_axis(scaled, order, ranked, axis=-1, inplace=False)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax import prefill
@@ -40,7 +41,9 @@ class Compiled:
             partial(_prefill_chunk, model, cfg, chunk), static_argnums=1, donate_argnums=(2, 3)
         )
         self.empty_prompt = jax.jit(
-            lambda pool: prefill.empty_prompt(cfg, pool, chunk), static_argnums=0
+            lambda pool: prefill.empty_prompt(cfg, pool, chunk),
+            static_argnums=0,
+            out_shardings=SingleDeviceSharding(jax.devices()[0]),  # committed, see Engine
         )
         self.join = jax.jit(
             lambda state, row, length: requests.join(state, cfg, row, length), donate_argnums=0

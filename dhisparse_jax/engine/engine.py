@@ -3,6 +3,7 @@
 import dataclasses
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +71,15 @@ class Engine:
                 f"{model.context}"
             )
         self.sizes = check_memory(cfg)
-        self.model, self.params, self.cfg = model, params, cfg
+        # All arguments of the jitted functions are committed to the device from the start, as their
+        # results are: an uncommitted one would compile the step a second time.
+        commit = partial(jax.device_put, device=jax.devices()[0])
+        self.model, self.params, self.cfg = model, commit(params), cfg
         self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity))
         self.state: HierarchyState = init(cfg)
         self._rows: list[_Running | None] = [None] * cfg.requests
-        self._tokens = jnp.zeros(cfg.requests, jnp.int32)
-        self._sampler = greedy(cfg.requests)
+        self._tokens = commit(jnp.zeros(cfg.requests, jnp.int32))
+        self._sampler = commit(greedy(cfg.requests))
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Run the requests in order, as many at a time as there are rows.
@@ -138,12 +142,12 @@ class Engine:
                 f"{request.name}: the prompt has {len(request.prompt)} tokens, the context is "
                 f"{room}; shorten the prompt to at most {room - 1}"
             )
-        worst = max(request.prompt)
-        if worst >= self.model.vocabulary or min(request.prompt) < 0:
-            raise UserError(
-                f"{request.name}: token {worst} is outside the vocabulary of "
-                f"{self.model.vocabulary}"
-            )
+        for token in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token < self.model.vocabulary:
+                raise UserError(
+                    f"{request.name}: token {token} is outside the vocabulary of "
+                    f"{self.model.vocabulary}"
+                )
 
     def _start(self, row: int, running: _Running) -> Iterator[Event]:
         """Prefill a request and choose its first token."""

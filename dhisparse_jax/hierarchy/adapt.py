@@ -7,7 +7,8 @@ set; what is above goes where a page saves most fetches.
 The value of one more page is estimated as (fetched records per step) / (pages held): the miss curve
 of sparse attention is close to a power law of the budget, whose slope is proportional to that.
 At most `moves_per_step` pages move per hot pool and step, and a page changes hands only if its new
-holder values it `HYSTERESIS` times as much, so residency does not thrash.
+holder values it `HYSTERESIS` times as much, so residency does not thrash. Free pages also go to
+requests that miss nothing yet, so that a history which fits is never evicted in the first place.
 """
 
 import dataclasses
@@ -116,7 +117,7 @@ def _move_one(
     total: int,
 ) -> Int[Array, " n"]:
     value = rate / jnp.maximum(held, 1).astype(jnp.float32)
-    wants = jnp.where(active & (held < useful) & (rate > 0.0), value, _NEVER)
+    wants = jnp.where(active & (held < useful), value, _NEVER)
     taker = jnp.argmax(wants)
     gives = jnp.where(active & (held > cfg.floor_pages), value, jnp.inf)
     giver = jnp.argmin(gives.at[taker].set(jnp.inf))
@@ -124,4 +125,4 @@ def _move_one(
     trade = gives[giver] * HYSTERESIS < wants[taker]
     grown = held.at[taker].add(1)
     grown = jnp.where(free, grown, grown.at[giver].add(-1))
-    return jnp.where((wants[taker] > 0.0) & (free | trade), grown, held)
+    return jnp.where((wants[taker] >= 0.0) & (free | trade), grown, held)

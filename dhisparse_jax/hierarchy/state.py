@@ -132,14 +132,18 @@ def _abstract_hot(cfg: HierarchyConfig, number: int) -> HotPool:
 
 
 def init(cfg: HierarchyConfig) -> HierarchyState:
-    """An empty hierarchy: no request, no record, every page free."""
-    host = host_sharding()
+    """An empty hierarchy: no request, no record, every page free.
+
+    Every leaf is committed to its device, as the leaves that a jitted function returns for it are:
+    JAX compiles anew for an array that is committed where the last one was not.
+    """
+    host, device = host_sharding(), jax.devices()[0]
     fill = {"slot_of": NO_SLOT, "pages": NO_SLOT, "owner": NO_SLOT, "position": NO_SLOT, "step": 1}
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name == "host":
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)
-        return jnp.full(leaf.shape, fill.get(name, 0), leaf.dtype)
+        return jax.device_put(jnp.full(leaf.shape, fill.get(name, 0), leaf.dtype), device)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))

@@ -1,0 +1,110 @@
+"""Sizes are those of the arrays, and too little memory is a clear message."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from dhisparse_jax.engine import memory
+from dhisparse_jax.engine.memory import Sizes, check_memory, default_hot_rows, sizes
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.state import init
+from tests.support.serving import config, engine, model
+
+POLICIES = [("resident", 1), ("fixed", 4), ("adaptive", 16)]
+
+
+def size(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sizes_are_those_of_the_arrays(policy):
+    cfg = config(*policy)
+    state, of = init(cfg), sizes(cfg)
+    assert of.host_bytes == size([pool.host for pool in state.pools])
+    assert of.index_bytes == size([pool.index_keys for pool in state.pools])
+    slots = size([hot.slots for hot in state.hot])
+    assert of.hot_bytes + of.tail_bytes + of.staging_bytes == slots
+    assert sum(dataclasses.astuple(of)) == size(state)
+    assert of.device_bytes == size(state) - of.host_bytes
+
+
+def test_regions_by_hand():
+    """3 requests, 2 pools, 128-byte records: 4 hot slots, 4 in the tail, 8 - 4 staged."""
+    of = sizes(config("fixed", 4))
+    assert (of.hot_bytes, of.tail_bytes) == (3 * 2 * 4 * 128, 3 * 2 * 4 * 128)
+    assert of.staging_bytes == 3 * 4 * 128
+    assert of.host_bytes == 3 * 96 * 2 * 128
+
+
+def test_engine_reports_its_sizes():
+    assert engine("fixed", 4).sizes == sizes(config("fixed", 4))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_regions_do_not_overlap(policy):
+    """Every slot belongs to one page, one place in one tail, or one staging place."""
+    cfg = config(*policy)
+    seen = list(range(layout.page_region(cfg, 0)))
+    grid = jax.numpy.indices((cfg.requests, cfg.tail))
+    for pool in range(cfg.pools):
+        seen += layout.tail_slot(cfg, pool, *grid).reshape(-1).tolist()
+    seen += layout.staging_slots(cfg, 0).reshape(-1).tolist()
+    assert sorted(seen) == list(range(layout.slots(cfg, 0)))
+
+
+def test_too_little_device_memory(monkeypatch):
+    cfg = config("fixed", 4)
+    needed = sizes(cfg).device_bytes
+    monkeypatch.setattr(memory, "free_device_bytes", lambda: needed - 1)
+    with pytest.raises(UserError, match=r"fixed state needs .* of device memory.*--hot-rows"):
+        check_memory(cfg)
+    monkeypatch.setattr(memory, "free_device_bytes", lambda: needed)
+    assert check_memory(cfg) == sizes(cfg)
+
+
+def test_too_little_host_memory(monkeypatch):
+    """On a CPU the host pools share their memory with everything else."""
+    cfg = config("fixed", 4)
+    both = sizes(cfg).host_bytes + sizes(cfg).device_bytes
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: both - 1)
+    with pytest.raises(UserError, match=r"host pools \(pinned_host\).*lower --batch \(now 3\)$"):
+        check_memory(cfg)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: both)
+    check_memory(cfg)
+
+
+def test_on_a_gpu_the_two_memories_are_apart(monkeypatch):
+    cfg = config("fixed", 4)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: sizes(cfg).host_bytes)
+    check_memory(cfg)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: sizes(cfg).host_bytes - 1)
+    with pytest.raises(UserError, match="or raise XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
+        check_memory(cfg)
+
+
+def test_pinned_limit(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv(memory.PINNED_LIMIT_VARIABLE, "0.5")
+    assert memory.free_host_bytes() == 2**29
+
+
+def test_default_hot_rows(monkeypatch):
+    geometry = model()[0].geometry
+    assert default_hot_rows(geometry, requests=3, capacity=96) == 32
+    assert default_hot_rows(geometry, requests=3, capacity=20) == 20
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    # Half of it holds 10 rows: 3 requests, 2 pools, 128 bytes.
+    monkeypatch.setattr(memory, "free_device_bytes", lambda: 2 * 10 * 3 * 2 * 128)
+    assert default_hot_rows(geometry, requests=3, capacity=96) == 10
+    monkeypatch.setattr(memory, "free_device_bytes", lambda: 0)
+    assert default_hot_rows(geometry, requests=3, capacity=96) == 1
+    monkeypatch.setattr(memory, "free_device_bytes", lambda: 2**40)
+    assert default_hot_rows(geometry, requests=3, capacity=96) == 96
+
+
+def test_device_bytes_leave_out_the_host():
+    assert Sizes(100, 1, 2, 3, 4, 5).device_bytes == 15

@@ -1,0 +1,200 @@
+"""Sampling: the right distribution, the same draws for the same seed, filters as in NumPy."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.sampling import (
+    Sampler,
+    Sampling,
+    choose,
+    greedy,
+    row_values,
+    target_logits,
+    with_row,
+)
+from tests.support.serving import engine, request, run
+
+VOCABULARY = 12
+LOGITS = np.random.default_rng(3).normal(scale=2.0, size=VOCABULARY).astype(np.float32)
+
+
+def sampler(*samplings, number=0):
+    """A sampler with the given rows, made as the engine makes it."""
+    rows = greedy(len(samplings))
+    for row, sampling in enumerate(samplings):
+        rows = with_row(rows, jnp.int32(row), row_values(sampling, number))
+    return rows
+
+
+@cache
+def compiled():
+    return jax.jit(choose)
+
+
+def target(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """Probabilities in float64, by the definition: temperature, then top-k, then top-p."""
+    scaled = logits.astype(np.float64) / (temperature or 1.0)
+    order = sorted(range(len(logits)), key=lambda token: (-scaled[token], token))
+    kept = order[: top_k or None]
+    weights = {token: np.exp(scaled[token] - scaled[order[0]]) for token in kept}
+    total, reached, smallest = sum(weights.values()), 0.0, []
+    for token in kept:
+        if not smallest or reached < top_p:
+            smallest.append(token)
+            reached += weights[token] / total
+    result = np.zeros(len(logits))
+    for token in smallest:
+        result[token] = weights[token]
+    return result / result.sum()
+
+
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 5.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 4},
+    {"temperature": 1.0, "top_k": VOCABULARY},
+    {"temperature": 1.0, "top_k": 1000},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 2.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.8},
+    {"temperature": 3.0, "top_k": 3, "top_p": 0.99},
+]
+
+
+def test_filters():
+    rows = sampler(*(Sampling(**options) for options in FILTERS))
+    logits = jnp.tile(jnp.asarray(LOGITS), (len(FILTERS), 1))
+    found = np.asarray(jax.nn.softmax(jax.jit(target_logits)(logits, rows), axis=-1))
+    wanted = np.stack([target(LOGITS, **options) for options in FILTERS])
+    np.testing.assert_array_equal(found > 0, wanted > 0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_filters_break_ties_by_token():
+    logits = jnp.asarray([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    rows = sampler(Sampling(temperature=1.0, top_k=2))
+    kept = np.asarray(target_logits(logits, rows) > -np.inf)
+    assert kept.tolist() == [[False, True, True, False, False]]
+
+
+def test_top_p_of_one_keeps_everything():
+    """Also what is far too unlikely for a sum in float32 to notice."""
+    logits = jnp.asarray([[20.0, 0.0, -5.0, 1.0, -30.0]])
+    rows = sampler(Sampling(temperature=1.0, top_p=1.0))
+    np.testing.assert_array_equal(target_logits(logits, rows), logits)
+
+
+def draws(sampling, count=4000):
+    """Draws for positions 0, 1, 2, ... of one request."""
+    temperature, top_k, top_p, key = (
+        jnp.repeat(value[None], count, axis=0) for value in row_values(sampling, 0)
+    )
+    rows = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, key=key)
+    logits = jnp.tile(jnp.asarray(LOGITS), (count, 1))
+    return np.asarray(compiled()(logits, rows, jnp.arange(count, dtype=jnp.int32)))
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_draws_have_the_target_distribution(options):
+    probability = target(LOGITS, **options)
+    seen = np.bincount(draws(Sampling(**options, seed=7)), minlength=VOCABULARY)
+    assert seen[probability == 0].sum() == 0
+    expected = probability[probability > 0] * seen.sum()
+    if len(expected) > 1:
+        # The seed is fixed, so this passes always or never; a wrong distribution gives ~0.
+        assert stats.chisquare(seen[probability > 0], expected).pvalue > 1e-3
+
+
+def test_chi_square_notices_a_wrong_temperature():
+    seen = np.bincount(draws(Sampling(temperature=1.1, seed=7)), minlength=VOCABULARY)
+    assert stats.chisquare(seen, target(LOGITS) * seen.sum()).pvalue < 1e-3
+
+
+def test_draws_depend_on_seed_request_and_position():
+    logits = jnp.zeros((1, 1000))
+    draw = lambda seed, number, position: int(
+        compiled()(logits, sampler(Sampling(temperature=1.0, seed=seed), number=number), position)[
+            0
+        ]
+    )
+    at = lambda position: jnp.asarray([position], jnp.int32)
+    first = draw(1, 0, at(5))
+    assert draw(1, 0, at(5)) == first
+    others = {draw(2, 0, at(5)), draw(1, 1, at(5)), draw(1, 0, at(6)), draw(2**32 - 1, 0, at(5))}
+    assert first not in others and len(others) == 4
+
+
+def test_row_of_the_batch_does_not_matter():
+    sampling = Sampling(temperature=1.0, seed=4)
+    rows = sampler(Sampling(), sampling, Sampling(temperature=2.0, seed=9), sampling)
+    logits = jnp.tile(jnp.asarray(LOGITS), (4, 1))
+    tokens = compiled()(logits, rows, jnp.full(4, 17, jnp.int32))
+    alone = compiled()(logits[:1], sampler(sampling), jnp.full(1, 17, jnp.int32))
+    assert tokens[1] == tokens[3] == alone[0]
+    assert tokens[0] == LOGITS.argmax()
+
+
+def test_greedy_ties_go_to_the_lowest_token():
+    logits = jnp.asarray([[0.0, 3.0, 3.0], [3.0, 3.0, 3.0]])
+    position = jnp.zeros(2, jnp.int32)
+    assert compiled()(logits, greedy(2), position).tolist() == [1, 0]
+    # Also in a batch in which another row is sampled.
+    mixed = with_row(greedy(2), jnp.int32(1), row_values(Sampling(temperature=1.0), 0))
+    assert compiled()(logits, mixed, position)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": -1}, "top-k is -1"),
+        ({"top_p": 0.0}, "top-p is 0.0"),
+        ({"top_p": 1.5}, "top-p is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+    ],
+)
+def test_values_without_a_meaning(options, message):
+    with pytest.raises(UserError, match=message):
+        Sampling(**options)
+
+
+# Through the engine
+
+
+def sampled(**options):
+    """Requests of several lengths, more of them than rows."""
+    sampling = Sampling(temperature=1.0, **options)
+    return [request(n, 12, seed=n, sampling=sampling) for n in (4, 30, 70, 11, 55)]
+
+
+def test_same_seed_same_text_for_every_policy_and_batch():
+    requests = sampled(seed=3)
+    tokens = run(engine("fixed", 4), requests).tokens
+    assert run(engine("fixed", 4), requests).tokens == tokens
+    assert run(engine("resident", 1), requests).tokens == tokens
+    assert run(engine("adaptive", 16), requests).tokens == tokens
+    assert run(engine("resident", 1, requests=1), requests).tokens == tokens
+
+
+def test_other_seed_other_text():
+    served = engine("fixed", 4)
+    one, other = run(served, sampled(seed=3)).tokens, run(served, sampled(seed=4)).tokens
+    assert all(one[number] != other[number] for number in one)
+
+
+def test_top_k_of_one_is_greedy():
+    served = engine("fixed", 4)
+    plain = [request(n, 12, seed=n) for n in (4, 30, 70, 11, 55)]
+    assert run(served, sampled(top_k=1)).tokens == run(served, plain).tokens
