@@ -5,7 +5,7 @@ losses (`models.train.losses`) without repeating the loop.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Attended(NamedTuple):
     loss: Float[Array, ""] | float = 0.0
 
 
+@runtime_checkable
 class Attend(Protocol):
     """How the layers of a model attend. `shared` is None before the first layer of a group."""
 
@@ -148,6 +149,7 @@ class Features(NamedTuple):
     expert_load: Int[Array, "moe_layers experts"]
 
 
+@runtime_checkable
 class Dropout(Protocol):
     """Drops parts of a residual update; `site` numbers the places where that happens."""
 
