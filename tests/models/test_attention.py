@@ -20,7 +20,9 @@ def test_absorbed_and_expanded_forms_are_equal():
     attention = MlaAttention(SMALL, dtype=F32, rngs=nnx.Rngs(0))
     x, positions = draw(2, 9, SMALL.hidden_size), jnp.broadcast_to(jnp.arange(9), (2, 9))
     heads = causal_attention(attention.expand(x, positions), positions, attention.scale, chunk=4)
-    everything = jnp.where(jnp.arange(9) <= positions[..., None], jnp.arange(9)[None, None], -1)
+    everything = jnp.where(
+        jnp.arange(9)[None, None] <= positions[..., None], jnp.arange(9)[None, None], -1
+    )
     context, weights = sparse_attention(
         attention.project(x, positions), everything, attention.scale, chunk=4
     )
