@@ -1,7 +1,19 @@
-"""Benchmarks: each module is a command (`python -m bench.NAME`) whose last line is one JSON object.
+"""Benchmarks: each command is `python -m bench.NAME`, and its last line is one JSON object.
 
-record.py      what every result says about the machine
-load_sweep.py  the policies against the load, on the bundled model
-plots.py       pictures from committed results
-results/       committed results
+Commands
+    load_sweep    the policies against the load, on the bundled model
+    kernels       every operation against its floor
+    link          reads and writes of host memory by record size and span
+    traces        the cache curve of the trace model beside the published one
+    plots         pictures from committed results
+What they share
+    record.py     what every result says about the machine
+    timing.py     median time of a chain of calls
+    roofline.py   measured floors, and the bound of a call
+    work.py       what a case is
+    caches.py     reference caches: LRU, FIFO, random, Belady
+    plan_steps.py operands of the plan on traces
+    pools.py      large host pools whose records can be checked
+    ops/          production sizes, a module per operation
+results/          committed results
 """

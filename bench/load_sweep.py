@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record import RESULTS, environment, write
-from dhisparse_jax.cli.prompts import cut_at_line_end
+from dhisparse_jax.cli.prompts import cut_after_head
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import NewTokens, StepDone, StepMetrics
@@ -65,7 +65,7 @@ def _requests(
     return [
         Request(
             name=name,
-            prompt=loaded.tokenizer.encode(cut_at_line_end(text, prompt_bytes)),
+            prompt=loaded.tokenizer.encode(cut_after_head(text, prompt_bytes)),
             max_new_tokens=new_tokens,
         )
         for name, text in texts

@@ -1,1 +1,50 @@
-"""Package dhisparse_jax."""
+"""Sparse-attention decoding over a KV hierarchy, in JAX.
+
+hierarchy       the state and its pure functions; what an attention module calls
+forward, finish_step, decode_step   the two halves of a decode step, and the whole
+Engine, Request, Sampling           continuous batching of requests over a hierarchy
+Geometry, RowFormat, HierarchyConfig, Policy, IndexInputs   what they are told
+UserError       bad input, as one line that says what to change
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dhisparse_jax import hierarchy as hierarchy
+    from dhisparse_jax.config import Geometry as Geometry
+    from dhisparse_jax.config import HierarchyConfig as HierarchyConfig
+    from dhisparse_jax.config import Policy as Policy
+    from dhisparse_jax.config import RowFormat as RowFormat
+    from dhisparse_jax.engine.engine import Engine as Engine
+    from dhisparse_jax.engine.request import Request as Request
+    from dhisparse_jax.errors import UserError as UserError
+    from dhisparse_jax.hierarchy.select import IndexInputs as IndexInputs
+    from dhisparse_jax.sampling import Sampling as Sampling
+    from dhisparse_jax.step import decode_step as decode_step
+    from dhisparse_jax.step import finish_step as finish_step
+    from dhisparse_jax.step import forward as forward
+
+_HOMES = {
+    "Geometry": "config",
+    "HierarchyConfig": "config",
+    "Policy": "config",
+    "RowFormat": "config",
+    "Engine": "engine.engine",
+    "Request": "engine.request",
+    "UserError": "errors",
+    "IndexInputs": "hierarchy.select",
+    "Sampling": "sampling",
+    "decode_step": "step",
+    "finish_step": "step",
+    "forward": "step",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name at its first use, so that `dhisparse --help` does not wait for JAX."""
+    if name == "hierarchy":
+        return importlib.import_module("dhisparse_jax.hierarchy")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dhisparse_jax.{_HOMES[name]}"), name)

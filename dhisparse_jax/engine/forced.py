@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Event, StepDone, step_metrics
@@ -20,6 +20,8 @@ def forced_logits(
     engine: Engine, tokens: Sequence[int], split: int
 ) -> Iterator[Event | Float[np.ndarray, "n V"]]:
     """Events, and the logits of every position in order, in pieces of n positions.
+
+    Stopping the iteration early frees the row.
 
     Args:
         engine: with no request running; row 0 is used.
@@ -34,13 +36,21 @@ def forced_logits(
         raise UserError(f"a split of {split} is outside 1..{count}, the number of tokens")
     if count + engine.cfg.queries - 1 > capacity:
         raise UserError(f"{count} tokens do not fit into a context of {capacity}")
-    hidden = yield from engine.prefill(0, 0, tokens[:split])
+    try:
+        hidden = yield from engine.prefill(0, 0, tokens[:split])
+        yield from _prompt_logits(engine, hidden, split)
+        yield from _decode(engine, tokens, split)
+    finally:
+        engine.leave(0)
+
+
+def _prompt_logits(
+    engine: Engine, hidden: Float[Array, "P D"], split: int
+) -> Iterator[Float[np.ndarray, "n V"]]:
     chunk = engine.compiled.chunk
     for start in range(0, split, chunk):
         piece = engine.compiled.logits(engine.params, hidden, jnp.int32(start))
         yield np.asarray(piece)[: min(chunk, split - start)]
-    yield from _decode(engine, tokens, split)
-    engine.leave(0)
 
 
 def _decode(

@@ -15,3 +15,15 @@ pages       granting and releasing pages
 requests    join, admit_prompt, leave
 invariants  what must hold between steps
 """
+
+from dhisparse_jax.hierarchy.append import query_positions as query_positions
+from dhisparse_jax.hierarchy.group import OpenGroup as OpenGroup
+from dhisparse_jax.hierarchy.group import attend as attend
+from dhisparse_jax.hierarchy.group import open_group as open_group
+from dhisparse_jax.hierarchy.invariants import check_invariants as check_invariants
+from dhisparse_jax.hierarchy.requests import admit_prompt as admit_prompt
+from dhisparse_jax.hierarchy.requests import join as join
+from dhisparse_jax.hierarchy.requests import leave as leave
+from dhisparse_jax.hierarchy.state import HierarchyState as HierarchyState
+from dhisparse_jax.hierarchy.state import abstract as abstract
+from dhisparse_jax.hierarchy.state import init as init

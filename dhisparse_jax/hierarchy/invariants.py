@@ -42,7 +42,7 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
         _lengths_fit,
         _marks_past,
     ]
-    return {check.__name__.removeprefix("_"): bool(check(host, cfg)) for check in checks}
+    return {check.__name__.removeprefix("_"): check(host, cfg) for check in checks}
 
 
 def _holders(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def _budget_is_held(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _floor_kept(host: Host, cfg: HierarchyConfig) -> bool:
     kept = host.budget >= np.where(host.active, cfg.floor_pages, 0)
-    return kept.all() and (host.budget[:, ~host.active] == 0).all()
+    return bool(kept.all() and (host.budget[:, ~host.active] == 0).all())
 
 
 def _maps_agree(host: Host, cfg: HierarchyConfig) -> bool:
@@ -136,7 +136,7 @@ def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _lengths_fit(host: Host, cfg: HierarchyConfig) -> bool:
     fits = (host.length >= 0) & (host.length <= cfg.capacity)
-    return fits.all() and (host.length[~host.active] == 0).all()
+    return bool(fits.all() and (host.length[~host.active] == 0).all())
 
 
 def _marks_past(host: Host, cfg: HierarchyConfig) -> bool:

@@ -115,7 +115,8 @@ def _admit_hot(
         hot,
         slots=hot.slots.at[whole].set(records[safe], mode="drop"),
         position=hot.position.at[paged].set(position, mode="drop"),
-        mark=hot.mark.at[paged].set(state.step - 1, mode="drop"),  # not protected in the next step
+        # Position p was written one step before position p + 1: the newest counts as just used.
+        mark=hot.mark.at[paged].set(state.step - (end - position), mode="drop"),
     )
     slot_of = mine.slot_of.at[request, dropping(position, cfg.capacity)].set(slot, mode="drop")
     return with_pool(with_hot(state, number, hot), pool, slot_of=slot_of)

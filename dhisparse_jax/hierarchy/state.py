@@ -4,7 +4,7 @@ Dimensions: R request rows, C positions per request, W words of a record, Pmax p
 P pages and S slots of a hot pool. `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,9 +115,9 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     )
 
 
-def _leaf(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def _leaf(shape: tuple[int, ...], dtype: DTypeLike) -> Any:  # noqa: ANN401
     """A shape in place of an array, as JAX's own functions take and return them."""
-    return cast("Array", jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def _abstract_hot(cfg: HierarchyConfig, number: int) -> HotPool:

@@ -72,8 +72,8 @@ def load_corpus(directory: Path | None = None) -> Corpus:
     Raises:
         UserError: The folder lacks an evaluation module, or has no training text.
     """
-    root = Path(sysconfig.get_path("stdlib")) if directory is None else directory
-    evaluation = {f"{name}.py": _evaluation_file(root, name) for name in EVALUATION_MODULES}
+    root = _library(directory)
+    evaluation = load_evaluation(directory)
     documents = [text for path in _training_files(root) if (text := _document(path)) is not None]
     if not documents:
         raise UserError(f"{root} has no Python sources to train on")
@@ -89,6 +89,23 @@ def load_corpus(directory: Path | None = None) -> Corpus:
         digest=digest.hexdigest(),
         python=platform.python_version(),
     )
+
+
+def load_evaluation(directory: Path | None = None) -> dict[str, bytes]:
+    """File name to content of the modules that training leaves out.
+
+    Args:
+        directory: Folder to read; the standard library of the running interpreter when None.
+
+    Raises:
+        UserError: The folder lacks one of them.
+    """
+    root = _library(directory)
+    return {f"{name}.py": _evaluation_file(root, name) for name in EVALUATION_MODULES}
+
+
+def _library(directory: Path | None) -> Path:
+    return Path(sysconfig.get_path("stdlib")) if directory is None else directory
 
 
 def _evaluation_file(root: Path, module: str) -> bytes:

@@ -13,10 +13,12 @@ def plan(
        hit (it has a hot slot), else in the tail, else a miss.
     2. A miss takes an empty slot of the request's pages, else the slot that was used longest ago
        and is not in the working set, else a staging slot: no selected position is ever dropped.
-    3. What is left of the victims takes the retiring positions, which cost no fetch.
+    3. What is left of the victims takes the retiring positions that had no hot slot before the
+       plan, which cost no fetch.
 
-    Equal marks are broken by the place of the slot in the request's page list, so the result is a
-    function of its inputs alone.
+    Misses take their slots in ascending order of position, and after them retiring positions in the
+    order given. Empty slots come in the order of the request's page list, then used ones by mark,
+    equal marks in the order of the page list again: the result is a function of its inputs alone.
 
     Args:
         wanted: the selections and the places that a request may use.

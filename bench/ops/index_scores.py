@@ -1,0 +1,105 @@
+"""Index scores: every position of long histories against T queries."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from bench.roofline import Traffic
+from bench.timing import Step
+from bench.work import Memory, Work, bind
+from pallas_kernels.common.backends import Backend
+from pallas_kernels.index_scores import api
+
+Operands = tuple[Array, Array, Array, Array]
+"""Queries, weights, keys, and how many positions are visible."""
+
+IndexWork = Work[tuple[()], list[Operands], Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexScores:
+    """The indexer of GLM-5.x.
+
+    Attributes:
+        requests: R.
+        queries: T.
+        positions: C; all are visible.
+        heads: indexer heads.
+        width: numbers in a key.
+        keys: format of the keys: "bf16", or "fp8" (128 numbers and a float32 scale, 132 B).
+        calls: calls of a chain, each on keys of its own.
+    """
+
+    requests: int = 16
+    queries: int
+    positions: int = 100_000
+    heads: int = 32
+    width: int = 128
+    keys: str = "bf16"
+    calls: int = 3
+
+    def small(self) -> Self:
+        """See `work.Case`."""
+        return dataclasses.replace(self, requests=2, positions=2000, calls=2)
+
+    def memory(self) -> Memory:
+        """See `work.Case`. Plain jnp keeps the products of every head, in float32."""
+        keys = self.requests * self.positions * self.width * 2
+        products = self.requests * self.queries * self.heads * self.positions * 4
+        return Memory(0, self.calls * (keys + products // self.heads) + 3 * products)
+
+    def build(self, backend: Backend) -> IndexWork:
+        """See `work.Case`."""
+        if self.keys != "bf16":
+            raise NotImplementedError(f"index_scores takes no {self.keys} keys")
+        heads = (self.requests, self.queries, self.heads)
+        seen = jnp.full((self.requests, self.queries), self.positions, jnp.int32)
+        operands = []
+        for key in jax.random.split(jax.random.key(0), self.calls):
+            draw = jax.random.split(key, 3)
+            queries = jax.random.normal(draw[0], (*heads, self.width), jnp.bfloat16)
+            weights = jax.random.normal(draw[1], heads, jnp.float32)
+            shape = (self.requests, self.positions, self.width)
+            keys = jax.random.normal(draw[2], shape, jnp.bfloat16)
+            operands.append((queries, weights, keys, seen))
+        return _work(operands, backend)
+
+
+def _work(operands: list[Operands], backend: Backend) -> IndexWork:
+    queries, _, keys, _ = operands[0]
+    scores = queries.shape[0] * queries.shape[1] * keys.shape[1]
+    return Work(
+        step=_step(bind(api.index_scores, backend)),
+        state=(),
+        operands=operands,
+        calls=len(operands),
+        traffic=Traffic(
+            hbm_bytes=keys.nbytes + queries.nbytes + 4 * scores,
+            flops=2 * scores * queries.shape[2] * queries.shape[3],
+        ),
+    )
+
+
+def _step(index_scores: Callable[..., Array]) -> Step[tuple[()], list[Operands], Array]:
+    return lambda state, operands, call: (state, index_scores(*operands[call]))
+
+
+CASES: dict[str, IndexScores] = {
+    "16_requests_T1": IndexScores(queries=1),
+    "16_requests_T8": IndexScores(queries=8),
+    "16_requests_T1_fp8": IndexScores(queries=1, keys="fp8"),
+    "16_requests_T8_fp8": IndexScores(queries=8, keys="fp8"),
+}
+
+
+def shared(
+    inputs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], backend: Backend
+) -> IndexWork:
+    """A benchmark of the inputs of a shared case."""
+    queries, weights, keys, visible = (jnp.asarray(array) for array in inputs)
+    return _work([(queries, weights, keys, visible)], backend)

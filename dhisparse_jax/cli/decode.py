@@ -1,0 +1,216 @@
+"""`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
+from dhisparse_jax.cli.report import OutputFile, decode_document
+from dhisparse_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from dhisparse_jax.cli.record import RunRecord
+    from dhisparse_jax.engine.engine import Engine
+    from dhisparse_jax.engine.request import Request
+    from dhisparse_jax.models.registry import LoadedModel
+
+NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Everything that `dhisparse decode` was asked for."""
+
+    model: str
+    dtype: opt.DtypeName
+    prompt_files: tuple[str, ...]
+    max_new_tokens: int
+    hierarchy: opt.HierarchyOptions
+    sampling: opt.SamplingOptions
+    json: Path | None
+    trace_dir: Path | None
+
+
+def decode(  # noqa: PLR0913  # one parameter an option
+    model: opt.Model = opt.BUNDLED_MODEL,
+    prompt_file: opt.PromptFiles = None,
+    max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
+    dtype: opt.Dtype = opt.DtypeName.FLOAT32,
+    policy: opt.Policy = opt.PolicyName.ADAPTIVE,
+    hot_rows: opt.HotRows = None,
+    batch: opt.Batch = None,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+    trace_dir: opt.TraceDir = None,
+) -> None:
+    """Continue texts over the KV hierarchy.
+
+    One prompt: its continuation streams to standard output, which holds nothing else. Several: a
+    live table on a terminal, else each text under a heading when it is finished. At the end, a
+    table says what the hierarchy did. Ctrl-C stops early and keeps what was generated.
+    """
+    run(
+        DecodeOptions(
+            model=model,
+            dtype=dtype,
+            prompt_files=tuple(prompt_file or ()),
+            max_new_tokens=max_new_tokens,
+            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch),
+            sampling=opt.SamplingOptions(temperature, top_k, top_p, seed),
+            json=json,
+            trace_dir=trace_dir,
+        )
+    )
+
+
+def run(options: DecodeOptions) -> None:
+    """Do what `options` say.
+
+    Raises:
+        UserError: an input or the machine does not allow it.
+        KeyboardInterrupt, BrokenPipeError: after the document and, where it can be, the table.
+    """
+    # What can be refused without a model is refused before one is loaded.
+    prompts = read_prompts(options.prompt_files)
+    check_trace_dir(options.trace_dir)
+    output = OutputFile(options.json) if options.json else None
+    try:
+        work(options, prompts, output)
+    finally:
+        if output:
+            output.discard()
+
+
+def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile | None) -> None:
+    """Load, decode, and report, also when interrupted. Raises as `run`."""
+    from dhisparse_jax.cli.record import RunRecord
+    from dhisparse_jax.cli.session import setting_of
+    from dhisparse_jax.cli.tables import hierarchy_table, request_table
+
+    out, err = Console(), Console(stderr=True)
+    with err.status(f"loading {options.model}") if err.is_terminal else contextlib.nullcontext():
+        loaded, requests, engine = prepare(options, prompts)
+    setting = setting_of(loaded, options.hierarchy.policy)
+    record = RunRecord.of(requests)
+    stopped: BaseException | None = None
+    try:
+        with trace(options.trace_dir):
+            follow(engine, requests, record, loaded, out, err)
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        stopped = error
+        record.interrupt()
+    if output:
+        output.write(decode_document(setting, record, engine.sizes))
+    # A single text is alone on standard output, so that it can be piped.
+    console = out if len(requests) > 1 else err
+    if len(requests) > 1:
+        console.print(request_table(record))
+    console.print(hierarchy_table(setting, record, engine.sizes))
+    if stopped is not None:
+        raise stopped
+
+
+def prepare(
+    options: DecodeOptions, prompts: Sequence[Prompt]
+) -> tuple["LoadedModel", list["Request"], "Engine"]:
+    """Load the model, encode the prompts, and make an engine that they fit into."""
+    from dhisparse_jax.cli.session import load_model, make_engine
+
+    loaded = load_model(options.model, options.dtype)
+    if not prompts:
+        prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))
+    requests = [make_request(options, loaded, prompt) for prompt in prompts]
+    positions = max(len(request.prompt) for request in requests) + options.max_new_tokens
+    engine = make_engine(
+        loaded,
+        options.hierarchy,
+        requests=len(requests),
+        positions=min(positions, loaded.context),
+    )
+    return loaded, requests, engine
+
+
+def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) -> "Request":
+    """Encode a prompt. Raises UserError where it does not fit the vocabulary or the context."""
+    from dhisparse_jax.cli.session import encode
+    from dhisparse_jax.engine.request import Request
+    from dhisparse_jax.sampling import Sampling
+
+    tokens = encode(loaded, prompt)
+    if len(tokens) >= loaded.context:
+        raise UserError(
+            f"{prompt.name} has {len(tokens):,} tokens; {loaded.name} has a context of "
+            f"{loaded.context:,}, new tokens included: shorten it to {loaded.context - 1:,} or less"
+        )
+    sampling = options.sampling
+    return Request(
+        name=prompt.name,
+        prompt=tokens,
+        max_new_tokens=options.max_new_tokens,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+        ),
+        stop=loaded.eos,
+    )
+
+
+def longest_prompt(loaded: "LoadedModel", new_tokens: int) -> int:
+    """Bytes that a default prompt may have, so that the new tokens still fit (a token each)."""
+    return max(1, loaded.context - new_tokens)
+
+
+def follow(
+    engine: "Engine",
+    requests: Sequence["Request"],
+    record: "RunRecord",
+    loaded: "LoadedModel",
+    out: Console,
+    err: Console,
+) -> None:
+    """Run the requests: every event goes into the record, then onto the display."""
+    from dhisparse_jax.cli.display import make_display
+
+    with make_display(record, loaded.tokenizer.decode, out, err) as display:
+        for event in engine.run(requests):
+            record.add(event)
+            display.show(event)
+
+
+def check_trace_dir(path: Path | None) -> None:
+    """Make the folder. Raises UserError where the path is a file or cannot be made."""
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--trace-dir {path} is a file; name a folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--trace-dir {path} cannot be made: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def trace(path: Path | None) -> Iterator[None]:
+    """Write a profile of the body into `path`, whatever ends it; nothing for None."""
+    if path is None:
+        yield
+        return
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call: large, slow, and not what is asked for
+    jax.profiler.start_trace(path, profiler_options=options)
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()

@@ -1,0 +1,97 @@
+"""Entry point of `dhisparse`: sub-commands, errors to one line each, exit codes.
+
+Exit codes: 0 done; 1 verify-hf found a difference, or the reader of standard output went away (as
+typer does it); 2 bad input, or a machine that cannot do it; 130 interrupted.
+"""
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from dhisparse_jax.cli.decode import decode
+from dhisparse_jax.cli.evaluate import evaluate
+from dhisparse_jax.cli.verify_hf import verify_hf
+from dhisparse_jax.errors import UserError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+# Typer carries its own copy of click, whose base of all usage errors has no public name.
+USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="dhisparse",
+    help="Decode long texts with sparse attention over a KV hierarchy: all history in host "
+    "memory, what is needed on the device, and never another token.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(decode)
+app.command()(evaluate)
+app.command("verify-hf")(verify_hf)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the versions that a bug report needs, and stop."""
+    if not wanted:
+        return
+    versions = {name: importlib.metadata.version(name) for name in ("dhisparse-jax", "jax")}
+    typer.echo(f"dhisparse {versions['dhisparse-jax']} (jax {versions['jax']})")
+    raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Show the help where no command is named."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: by default those of the process.
+
+    Returns:
+        The exit code; see the module.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # texts hold characters that a terminal may lack
+    try:
+        result = app(args=arguments, prog_name="dhisparse", standalone_mode=False)
+    except UserError as error:
+        return fail(str(error))
+    except USAGE_ERROR as error:
+        return fail(usage_message(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def usage_message(error: Exception) -> str:
+    """What was wrong with the command line, and where to read on."""
+    # The prefix is the parser's, not the person's.
+    message = error.format_message().rstrip(".").replace("Value error, ", "")
+    context = getattr(error, "ctx", None)
+    return f"{message}; see {context.command_path} --help" if context else message
+
+
+def fail(message: str) -> int:
+    """Print one line on standard error. Returns the exit code for bad input."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return BAD_INPUT

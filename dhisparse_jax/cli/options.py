@@ -1,0 +1,250 @@
+"""Every option, written once, with its unit and its default. Knows nothing about what they do."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HIERARCHY = "KV hierarchy"
+SAMPLING = "Sampling"
+OUTPUT = "Output"
+
+BUNDLED_MODEL = "tiny"
+MOST_AT_ONCE = 8
+
+
+class PolicyName(StrEnum):
+    """`dhisparse_jax.config.Policy` by name, without the import of jax that it takes."""
+
+    ADAPTIVE = "adaptive"
+    FIXED = "fixed"
+    RESIDENT = "resident"
+
+
+class DtypeName(StrEnum):
+    """Floating-point types that a model can run in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class HierarchyOptions:
+    """The options of the hierarchy, as given.
+
+    Attributes:
+        policy: how device memory is shared out.
+        hot_rows: rows per request on the device; None: from the memory there is.
+        batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
+    """
+
+    policy: PolicyName
+    hot_rows: int | None = None
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options of sampling, as given; `dhisparse_jax.sampling.Sampling` says what they mean."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+# Checks, instead of typer's own ranges: those let NaN through, and do not repeat the value.
+
+
+def count(value: int | None) -> int | None:
+    """Refuse less than 1; None is an option that was not given."""
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is less than 1")
+    return value
+
+
+def not_negative(value: float) -> float:
+    """Refuse less than 0, NaN and infinity."""
+    if not (math.isfinite(value) and value >= 0):
+        raise typer.BadParameter(f"{value} is not a number of at least 0")
+    return value
+
+
+def probability(value: float) -> float:
+    """Refuse what is not above 0 and at most 1."""
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{value} is not above 0 and at most 1")
+    return value
+
+
+def seed_value(value: int) -> int:
+    """Refuse what does not fit the 32 bits of a seed."""
+    if not 0 <= value < 2**32:
+        raise typer.BadParameter(f"{value} is not in the range 0 to {2**32 - 1}")
+    return value
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="tiny|DIR",
+        help="The bundled model, or the folder of a Hugging Face checkpoint (config.json and "
+        "safetensors).",
+    ),
+]
+Dtype = Annotated[
+    DtypeName,
+    typer.Option("--dtype", help="What the model computes and keeps its history in."),
+]
+
+# How the hierarchy is set up
+Policy = Annotated[
+    PolicyName,
+    typer.Option(
+        "--policy",
+        help="How device memory is shared out. adaptive: by need, as the load changes; fixed: "
+        "the same for every request; resident: all history stays there. All give the same tokens.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
+HotRows = Annotated[
+    int | None,
+    typer.Option(
+        "--hot-rows",
+        metavar="N",
+        callback=count,
+        help="Rows of history per request, and pool of layers, that the device holds; under "
+        "adaptive N x requests in all. Default: from the memory there is.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        metavar="N",
+        callback=count,
+        help="Requests at the same time; others wait until one ends. Default: all, at most "
+        f"{MOST_AT_ONCE}.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
+
+# What decode continues
+PromptFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt-file",
+        "-p",
+        metavar="FILE",
+        help="A text to continue, - for standard input; repeat it for several requests. Default: "
+        "4 standard library modules that tiny was not trained on.",
+    ),
+]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens", "-n", metavar="N", callback=count, help="Tokens to add, at most."
+    ),
+]
+
+# How a token is chosen
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        callback=not_negative,
+        help="0: the most likely token; the higher, the more random.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        callback=not_negative,
+        help="Sample from the K most likely tokens; 0: from all.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        callback=probability,
+        help="Sample from the most likely tokens that together have this probability; 1: all.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        metavar="S",
+        callback=seed_value,
+        help="The same seed and prompts give the same tokens.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+
+# What is written beside the text
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write tokens and metrics as JSON, also when interrupted.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TraceDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace-dir",
+        metavar="DIR",
+        help="Write a JAX profiler trace, with the stages of a step named.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+# What evaluate reads
+Files = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE", help="Files to evaluate, each on its own."),
+]
+
+# What verify-hf compares
+CheckpointDir = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="A checkpoint folder with inputs.npy ([1, S] token ids) and logits.npy ([1, S, V] or "
+        "[S, V]) beside its weights.",
+    ),
+]
+Split = Annotated[
+    int | None,
+    typer.Option(
+        "--split",
+        metavar="N",
+        callback=count,
+        help="Tokens to prefill; the rest are decoded one by one. Default: half of S.",
+    ),
+]
+Tolerance = Annotated[
+    float,
+    typer.Option(
+        "--tolerance",
+        metavar="D",
+        callback=not_negative,
+        help="Largest absolute difference of a logit that passes.",
+    ),
+]

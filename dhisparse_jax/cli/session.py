@@ -1,0 +1,98 @@
+"""A model and an engine, made from the options. The only place that builds either."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from dhisparse_jax.cli.options import MOST_AT_ONCE, DtypeName, HierarchyOptions, PolicyName
+from dhisparse_jax.cli.prompts import Prompt
+from dhisparse_jax.cli.report import Setting
+from dhisparse_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float
+
+    from dhisparse_jax.engine.engine import Engine
+    from dhisparse_jax.engine.events import Event
+    from dhisparse_jax.models.registry import LoadedModel
+
+LEAST_TAIL = 16
+
+
+def load_model(name: str, dtype: DtypeName = DtypeName.FLOAT32) -> "LoadedModel":
+    """Load `tiny` or a checkpoint folder. Raises UserError where there is none that works."""
+    from dhisparse_jax.models import registry
+
+    return registry.load(name, dtype.value)
+
+
+def encode(loaded: "LoadedModel", prompt: Prompt) -> tuple[int, ...]:
+    """Tokens of a text. Raises UserError where the vocabulary cannot hold it, or it has none."""
+    try:
+        tokens = loaded.tokenizer.encode(prompt.data)
+    except UserError as error:
+        raise UserError(f"{prompt.name}: {error}") from error
+    if not tokens:
+        raise UserError(f"{prompt.name} gives no tokens; at least one is needed")
+    return tokens
+
+
+def make_engine(
+    loaded: "LoadedModel",
+    options: HierarchyOptions,
+    *,
+    requests: int,
+    positions: int,
+    queries: int = 1,
+) -> "Engine":
+    """An engine with room for the work at hand.
+
+    Args:
+        loaded: the model.
+        options: policy and sizes.
+        requests: how many requests there are.
+        positions: tokens of the longest request, prompt and new ones.
+        queries: tokens per request and step, where they are known beforehand.
+
+    Raises:
+        UserError: the pools do not fit into memory.
+    """
+    from dhisparse_jax.config import HierarchyConfig, Policy
+    from dhisparse_jax.engine.engine import Engine
+    from dhisparse_jax.engine.memory import default_hot_rows
+
+    geometry = loaded.model.geometry
+    rows = options.batch or min(requests, MOST_AT_ONCE)
+    # A selection is never larger than the room for history.
+    capacity = min(max(positions + queries - 1, geometry.top_k), loaded.context)
+    config = HierarchyConfig(
+        geometry=geometry,
+        policy=Policy(options.policy.value),
+        requests=rows,
+        capacity=capacity,
+        queries=queries,
+        hot_rows=options.hot_rows or default_hot_rows(geometry, rows, capacity),
+        tail=max(LEAST_TAIL, 2 * queries),
+    )
+    return Engine(loaded.model, loaded.params, config)
+
+
+def teacher_force(
+    engine: "Engine", tokens: Sequence[int], split: int
+) -> Iterator["Event | Float[np.ndarray, 'n V']"]:
+    """Events, and the logits after each token in order; the first `split` tokens are prefilled."""
+    from dhisparse_jax.engine.forced import forced_logits
+
+    return forced_logits(engine, tokens, split)
+
+
+def setting_of(loaded: "LoadedModel", policy: PolicyName) -> Setting:
+    """What the run runs with."""
+    import jax
+
+    return Setting(
+        model=loaded.name,
+        backend=jax.default_backend(),
+        jax_version=jax.__version__,
+        policy=policy.value,
+    )

@@ -1,0 +1,94 @@
+"""Models by name: the bundled one, or a checkpoint folder. What `--model` means."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.model import Params, ServedModel
+from dhisparse_jax.models.checkpoint import load_checkpoint
+from dhisparse_jax.models.glm.decode import serve
+from dhisparse_jax.models.glm.model import GlmModel
+from dhisparse_jax.models.hf import load_hf
+from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
+# The folder of weights in a checkpoint that models.checkpoint wrote; published ones have none.
+OWN_WEIGHTS = "params"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to be served.
+
+    Attributes:
+        name: as it was asked for.
+        model: the model as pure functions.
+        params: its weights.
+        tokenizer: text to token ids and back.
+        context: most positions, prompt and new tokens together.
+        eos: token ids that end a text.
+    """
+
+    name: str
+    model: ServedModel
+    params: Params
+    tokenizer: Tokenizer
+    context: int
+    eos: tuple[int, ...]
+
+
+def load(name: str, dtype: str = "float32") -> LoadedModel:
+    """Load a model.
+
+    Args:
+        name: a bundled model's name, or the path of a checkpoint folder: a Hugging Face one, or
+            one that `models.checkpoint` wrote.
+        dtype: "float32" or "bfloat16", of the computation and of what the hierarchy keeps.
+
+    Raises:
+        UserError: there is no such model, or its files are not usable.
+    """
+    directory = BUNDLED.get(name, Path(name))
+    if not directory.is_dir():
+        known = ", ".join(BUNDLED)
+        raise UserError(
+            f"unknown model {name}: neither a bundled one ({known}) nor the folder of a checkpoint"
+        )
+    if (directory / OWN_WEIGHTS).is_dir():
+        return _load_own(name, directory, dtype)
+    return _load_published(name, directory, dtype)
+
+
+def _load_own(name: str, directory: Path, dtype: str) -> LoadedModel:
+    """What training wrote: a model of bytes, whose documents begin and end with one token."""
+    config, model = load_checkpoint(directory, dtype=jnp.dtype(dtype))
+    ends = config.eos_ids if config.bos_id is None else (*config.eos_ids, config.bos_id)
+    return _loaded(name, config, model, dtype, ByteTokenizer(start=config.bos_id), ends)
+
+
+def _load_published(name: str, directory: Path, dtype: str) -> LoadedModel:
+    config, model = load_hf(directory, dtype=jnp.dtype(dtype))
+    tokenizer = load_tokenizer(directory, config.vocab_size)
+    return _loaded(name, config, model, dtype, tokenizer, config.eos_ids)
+
+
+def _loaded(
+    name: str,
+    config: GlmConfig,
+    model: GlmModel,
+    dtype: str,
+    tokenizer: Tokenizer,
+    eos: tuple[int, ...],
+) -> LoadedModel:
+    served, params = serve(model, dtype)
+    return LoadedModel(
+        name=name,
+        model=served,
+        params=params,
+        tokenizer=tokenizer,
+        context=config.context,
+        eos=eos,
+    )

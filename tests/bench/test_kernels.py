@@ -1,0 +1,165 @@
+"""The benchmark commands on small sizes: their results, their reasons, their checks."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+
+from bench import kernels, link
+from bench.ops import backup, plan, retrieve, sparse_attention
+from bench.ops.copies import missed_copies
+from bench.roofline import Floors
+from pallas_kernels.retrieve import api as retrieve_api
+
+FLOORS = Floors(hbm_gbps=1, h2d_gbps=1, bf16_tflops=1, launch_us=1)
+COLUMNS = {"op", "case", "time_us", "floor_us", "ratio", "bound", "detail"}
+
+
+@pytest.fixture(autouse=True)
+def _known_floors(monkeypatch):
+    """Floors take seconds to measure; `test_timing` measures them."""
+    monkeypatch.setattr(kernels, "measure_floors", lambda *_, **__: FLOORS)
+
+
+def _last_line(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def _small(operation, name):
+    job = next(
+        job
+        for job in kernels.production(operation, kernels.OPERATIONS[operation].CASES, small=True)
+        if job.case == name
+    )
+    return kernels.run(job, FLOORS, runs=2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "case"),
+    [
+        ("retrieve", "2688B_16MB"),
+        ("backup", "2688B_4MB"),
+        ("plan", "16_requests_T1"),
+        ("index_scores", "T1"),
+        ("top_k", ""),
+        ("sparse_attention", "T8"),
+    ],
+)
+def test_small_run_reports_every_case(operation, case, capsys, tmp_path):
+    out = tmp_path / "kernels.json"
+    kernels.main(op=operation, case=case, small=True, runs=2, json=out)
+    result = _last_line(capsys)
+    assert json.loads(out.read_text()) == result
+    assert result["bench"] == "kernels"
+    assert result["small"] is True
+    assert {"device", "driver", "jax", "commit", "command"} <= result.keys()
+    assert result["floors"].keys() >= {"hbm_gbps", "h2d_gbps"}
+    assert result["rows"]
+    for row in result["rows"]:
+        assert row.keys() == COLUMNS
+        assert row["op"] == operation
+        assert row["detail"]["backend"] == "reference"
+        if row["time_us"] is None:
+            assert "NotImplementedError" in row["detail"]["reason"]
+        else:
+            assert row["bound"] in ("hbm", "link", "flops", "latency")
+            assert row["ratio"] == pytest.approx(row["time_us"] / row["floor_us"])
+
+
+def test_the_bound_is_printed_before_the_time(capsys):
+    _small("top_k", "512_of_125000")
+    assert "top_k 512_of_125000 (reference): 0.0323 MB in device memory" in capsys.readouterr().err
+
+
+def test_production_sizes_are_not_run_on_a_cpu(capsys):
+    kernels.main(op="plan", runs=2)
+    for row in _last_line(capsys)["rows"]:
+        assert row["time_us"] is None
+        assert "--small" in row["detail"]["reason"]
+
+
+def test_a_backend_that_an_operation_lacks_is_not_replaced(capsys):
+    kernels.main(op="top_k", small=True, backend="triton", runs=2)
+    for row in _last_line(capsys)["rows"]:
+        assert row["time_us"] is None
+        assert row["detail"]["reason"].endswith("top_k has no triton implementation")
+
+
+def test_unknown_operation_is_refused():
+    with pytest.raises(typer.BadParameter, match="is none of retrieve, backup"):
+        kernels.main(op="sort")
+
+
+def test_wrong_records_are_noticed(monkeypatch, capsys):
+    monkeypatch.setattr(retrieve_api, "retrieve", lambda host, slots, rows, targets: slots)
+    with pytest.raises(typer.Exit):
+        kernels.main(op="retrieve", case="656B_8", small=True, runs=2)
+    for row in _last_line(capsys)["rows"]:
+        assert row["time_us"] is None
+        assert row["detail"]["reason"].startswith("WrongResultError")
+
+
+def test_copies_are_checked():
+    assert _small("retrieve", "656B_64")["detail"]["checked"]
+    detail = _small("backup", "4608B_512")["detail"]
+    assert detail["checked"]
+    assert detail["in_place"]
+
+
+def test_missed_copies_are_the_misses_of_the_trace():
+    sizes = retrieve.CASES["2688B_misses_2K"].small().sizes
+    copies = missed_copies(sizes, requests=2, k=64, budget=128)
+    capacity = sizes.pool_records // 2
+    for rows, slots in zip(copies.rows, copies.slots, strict=True):
+        assert rows.shape == slots.shape == (128,)
+        np.testing.assert_array_equal(rows >= 0, slots >= 0)
+        live = np.asarray(rows[rows >= 0])
+        assert len(np.unique(live)) == len(live)
+        assert len(np.unique(slots[slots >= 0])) == len(live)
+        assert live.max() < sizes.pool_records
+        assert (rows[:64] < capacity).all()
+    assert copies.live == pytest.approx(128 * 0.134, rel=0.3)
+
+
+def test_plans_start_anew_in_every_chain():
+    rows = [_small("plan", f"16_requests_T{queries}") for queries in (1, 8)]
+    for row, misses in zip(rows, (0.134, 0.514), strict=True):
+        assert row["detail"]["fetched_k"] == pytest.approx(misses, rel=0.2)
+        assert row["detail"]["staged_k"] == 0
+
+
+def test_overlap_of_neighbouring_queries():
+    case = sparse_attention.CASES["128_requests_T8"].small()
+    (_, _, locations), distinct = case.build("reference").operands, case.distinct
+    for location in np.asarray(locations[0]):
+        assert len(np.unique(location)) == distinct
+        for before, after in itertools.pairwise(location):
+            assert len(np.unique(after)) == case.k
+            assert np.isin(after, before).sum() == round(0.3 * case.k)
+
+
+def test_production_pools_span_24_gb():
+    for cases in (retrieve.CASES, backup.CASES):
+        for name, case in cases.items():
+            assert case.sizes.span >= 24e9, name
+            assert case.sizes.pool_records < 2**31
+    one_pool = retrieve.CASES["2688B_16MB_one_pool"].sizes
+    assert one_pool.pool_records * one_pool.words > 2**31
+
+
+def test_plan_lists_have_room_for_the_whole_history():
+    case = plan.CASES["16_requests_T8"].small()
+    (tables, steps) = case.build("reference").operands
+    assert steps[0].pages.shape == (2, -(-case.capacity // 16))
+    assert int(jnp.sum(steps[0].pages >= 0)) * 16 == tables.position.shape[0]
+
+
+def test_link_says_what_it_means_on_a_cpu(capsys):
+    link.main(case="656B_8_records", small=True, runs=2)
+    result = _last_line(capsys)
+    assert "no link" in result["meaning"]
+    assert [row["op"] for row in result["rows"]] == ["retrieve", "backup"]
+    assert all(row["time_us"] > 0 for row in result["rows"])

@@ -1,0 +1,61 @@
+"""Timing of chains, and the bound of a call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.roofline import Floors, Traffic, bound, measure_floors
+from bench.timing import chain, measure
+
+FLOORS = Floors(hbm_gbps=4000, h2d_gbps=50, bf16_tflops=800, launch_us=2)
+
+
+def _add(state, operands, call):
+    return state + operands[call], state * 2
+
+
+def test_chain_hands_the_state_on_and_keeps_every_result():
+    operands = [jnp.float32(n) for n in (1, 10, 100)]
+    state, results = chain(_add, 3)(jnp.zeros(2), operands)
+    np.testing.assert_array_equal(state, [111, 111])
+    np.testing.assert_array_equal(results, [[0, 0], [2, 2], [22, 22]])
+
+
+def test_chain_compiles_every_call():
+    # A call that the compiler could drop or share with another would make the time too short.
+    operands = [jax.random.normal(jax.random.key(n), (8, 8)) for n in range(4)]
+    product = lambda state, operands, call: (state, operands[call] @ operands[call])
+    text = chain(product, 4).lower((), operands).compile().as_text()
+    assert text.count(" dot(") + text.count("custom-call(") >= 4
+
+
+def test_measure_counts_calls_and_returns_the_last_state():
+    timing, state, results = measure(_add, jnp.zeros(1), [jnp.float32(1)] * 2, calls=2, runs=3)
+    assert timing.runs == 3
+    assert timing.calls % 2 == 0
+    assert 0 < timing.low <= timing.median <= timing.high
+    # Two untimed chains, then the runs.
+    assert state[0] == 2 * (2 + timing.runs * timing.calls // 2)
+    assert len(results) == 2
+
+
+@pytest.mark.parametrize(
+    ("traffic", "name", "us"),
+    [
+        (Traffic(hbm_bytes=4e9), "hbm", 1000),
+        (Traffic(hbm_bytes=5e6, link_bytes=5e6), "link", 100),
+        (Traffic(hbm_bytes=4e6, flops=8e11), "flops", 1000),
+        (Traffic(link_bytes=5e3), "latency", 2),
+        (Traffic(), "latency", 2),
+    ],
+)
+def test_bound_is_the_slowest_part(traffic, name, us):
+    least = bound(traffic, FLOORS)
+    assert least.name == name
+    assert least.us == pytest.approx(us)
+
+
+def test_floors_are_measured():
+    floors = measure_floors(2, copy_bytes=1 << 20, side=64)
+    assert all(0 < value < 1e6 for value in floors)

@@ -1,0 +1,111 @@
+"""The command on the real engine and small random checkpoints: nothing is replaced here."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dhisparse_jax.models.checkpoint import load_checkpoint
+from dhisparse_jax.models.glm.dense import forward
+from tests.support.checkpoints import CONTEXT, TOKENS, write_own, write_published
+
+POLICIES = ("resident", "fixed", "adaptive")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    write_published(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    write_own(folder, bos_token_id=0)
+    return folder
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("split", [1, 17, TOKENS])
+def test_verify_hf_passes(run, published, policy, split):
+    result = run("verify-hf", published, "--policy", policy, "--split", split, "--hot-rows", 3)
+    assert result.code == 0, result.last_json
+    verdict = result.last_json
+    assert verdict["argmax_agreement"] == 1.0
+    assert (verdict["fetched_rows"] > 0) is (policy != "resident" and split < TOKENS)
+
+
+def test_verify_hf_sees_a_changed_weight(run, published, tmp_path):
+    write_published(tmp_path, seed=1)
+    np.save(tmp_path / "logits.npy", np.load(published / "logits.npy"))
+    result = run("verify-hf", tmp_path, "--split", TOKENS)
+    assert result.code == 1
+    assert result.last_json["max_abs_diff"] > 0.1
+
+
+def test_policies_give_the_same_tokens(run, published, tmp_path, prompt):
+    files = [prompt(f"p{n}", bytes(range(65, 65 + n))) for n in (5, 40, 90)]
+    arguments = [item for path in files for item in ("-p", path)]
+    documents = {}
+    for policy in POLICIES:
+        path = tmp_path / f"{policy}.json"
+        result = run(
+            "decode", "-m", published, *arguments, "-n", 12, "--batch", 2, "--hot-rows", 10,
+            "--policy", policy, "--json", path,
+        )  # fmt: skip
+        assert result.code == 0
+        documents[policy] = json.loads(path.read_text())
+    assert documents["fixed"]["requests"] == documents["resident"]["requests"]
+    assert documents["adaptive"]["requests"] == documents["resident"]["requests"]
+    assert [item["prompt_tokens"] for item in documents["fixed"]["requests"]] == [5, 40, 90]
+    assert documents["resident"]["metrics"]["fetched_rows"] == 0
+    assert documents["fixed"]["metrics"]["fetched_rows"] > 0
+    sizes = {name: documents[name]["metrics"]["hot_bytes"] for name in POLICIES}
+    assert sizes["fixed"] == sizes["adaptive"] < sizes["resident"]
+
+
+def test_sampling_repeats_with_its_seed(run, published, prompt):
+    path = prompt("a", b"some text")
+    texts = [
+        run("decode", "-m", published, "-p", path, "-n", 12, "--temperature", 1, "--seed", seed).out
+        for seed in (3, 3, 4)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_evaluate_agrees_with_the_whole_sequence_forward(run, own, prompt):
+    text = bytes(range(60, 130))
+    result = run("evaluate", "-m", own, prompt("a", text), "--policy", "fixed", "--hot-rows", 4)
+    _, model = load_checkpoint(own, dtype=jnp.float32)
+    tokens = jnp.asarray([[0, *text]], jnp.int32)  # byte 0 starts every text of such a model
+    log_p = jax.nn.log_softmax(forward(model, tokens, mode="sparse")[0, :-1])
+    bits = -float(log_p[np.arange(len(text)), np.asarray(tokens[0, 1:])].sum()) / math.log(2)
+    assert result.code == 0
+    assert result.last_json["bits_per_byte"] == pytest.approx(bits / len(text), rel=1e-4)
+
+
+def test_evaluate_reads_a_long_file_in_windows(run, own, prompt):
+    text = bytes(range(32, 127)) * 5
+    result = run("evaluate", "-m", own, prompt("a", text))
+    assert len(text) > 2 * CONTEXT
+    assert result.code == 0
+    assert 0 < result.last_json["bits_per_byte"] < 30
+
+
+def test_prompt_longer_than_the_context_is_refused(run, published, prompt):
+    error = run("decode", "-m", published, "-p", prompt("a", b"x" * CONTEXT)).error
+    assert f"a has {CONTEXT} tokens" in error
+    assert f"shorten it to {CONTEXT - 1} or less" in error
+
+
+def test_unknown_model_is_refused(run, prompt):
+    error = run("decode", "-m", "huge", "-p", prompt("a", b"x")).error
+    assert error.startswith("unknown model huge: neither a bundled one (tiny)")
+
+
+def test_a_folder_without_a_checkpoint_is_refused(run, prompt, tmp_path):
+    assert "config.json" in run("decode", "-m", tmp_path, "-p", prompt("a", b"x")).error

@@ -1,0 +1,33 @@
+"""Strict JAX and shape checks for the whole suite; must run before the project is imported."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import jax
+import jaxtyping
+
+ROOT = Path(__file__).parents[1]
+
+# Several workers share a GPU where there is one. JAX reads this at its first computation.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# Implicit broadcasting and promotion hide mistakes of shape and of precision.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Most of the time goes into compilation, and many tests compile the same programs.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+# Two packages of the library live in folders of their own. The command line is left out: typer
+# passes other types than the annotations say, and imports that wait for their use have no names.
+LIBRARY = {path.stem for path in (ROOT / "dhisparse_jax").iterdir()}
+CHECKED = (LIBRARY | {"models", "configs"}) - {"cli"}
+
+# Where beartype is missing the annotations stay unchecked, and everything else runs.
+if importlib.util.find_spec("beartype"):
+    jaxtyping.install_import_hook(
+        ["pallas_kernels", *(f"dhisparse_jax.{name}" for name in sorted(CHECKED))],
+        "beartype.beartype",
+    )

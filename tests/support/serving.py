@@ -1,0 +1,93 @@
+"""Engines over the toy model, one per configuration and process, and what a run of one produced."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import numpy as np
+
+from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.events import Finished, NewTokens, StepDone, StepMetrics
+from dhisparse_jax.engine.request import Request
+from tests.support.toy_model import toy
+
+CONTEXT = 96
+TOP_K = 8
+CHUNK = 16
+
+
+@cache
+def model():
+    """Two pools with one and two layers, whose records have the same size."""
+    return toy(layers_per_pool=(1, 2), top_k=TOP_K, context=CONTEXT)
+
+
+def config(policy, hot_rows, *, requests=3, queries=1, **sizes):
+    return HierarchyConfig(
+        geometry=model()[0].geometry,
+        policy=Policy(policy),
+        requests=requests,
+        capacity=CONTEXT,
+        queries=queries,
+        hot_rows=hot_rows,
+        tail=max(4, 2 * queries),
+        **sizes,
+    )
+
+
+@cache
+def engine(policy, hot_rows, **sizes):
+    """An engine shared by all tests of this process: compiling one takes seconds.
+
+    Between tests no request runs in it.
+    """
+    return Engine(*model(), config(policy, hot_rows, **sizes), chunk=CHUNK)
+
+
+def prompt(length, seed=0):
+    vocabulary = model()[0].vocabulary
+    return tuple(np.random.default_rng(seed).integers(0, vocabulary, length).tolist())
+
+
+def request(length, new, seed=0, **options):
+    """A request with a random prompt."""
+    return Request(
+        name=f"{length}+{new}", prompt=prompt(length, seed), max_new_tokens=new, **options
+    )
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run reported."""
+
+    tokens: dict
+    finished: dict
+    steps: list
+
+    @property
+    def total(self):
+        return sum(self.steps, StepMetrics())
+
+
+def run(engine, requests, after_step=lambda: None):
+    """Run to the end; `after_step` is called after every decode step."""
+    result = Run(tokens={n: [] for n in range(len(requests))}, finished={}, steps=[])
+    for event in engine.run(requests):
+        match event:
+            case NewTokens(number, tokens):
+                result.tokens[number].extend(tokens)
+            case Finished(number, reason):
+                result.finished[number] = reason
+            case StepDone(_, metrics):
+                result.steps.append(metrics)
+                after_step()
+    assert is_idle(engine)
+    return result
+
+
+def is_idle(engine):
+    """No row is occupied and every page is free."""
+    state = jax.device_get(engine.state)
+    free = all((hot.owner < 0).all() for hot in state.hot)
+    return free and not state.active.any() and not state.length.any() and not state.budget.any()
