@@ -4,8 +4,10 @@ Knows what a valid model of the family is; knows nothing about arrays, files or 
 """
 
 import dataclasses
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dhisparse_jax.errors import UserError
 
@@ -179,6 +181,46 @@ def derive_indexer_types(
         "full" if max(layer - offset + 1, 0) % freq == 0 else "shared"
         for layer in range(num_layers)
     )
+
+
+def config_from_values(values: Mapping[str, Any]) -> GlmConfig:
+    """A configuration from values that come from outside, and may be anything.
+
+    Args:
+        values: Fields of `GlmConfig` by name; lists stand for tuples.
+
+    Raises:
+        UserError: A field is missing, unknown, of the wrong type, or no valid size.
+    """
+    fields = {field.name: field for field in dataclasses.fields(GlmConfig)}
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    unknown, missing = sorted(values.keys() - fields.keys()), sorted(required - values.keys())
+    if unknown:
+        raise UserError(f"the configuration has unknown entries: {', '.join(unknown)}")
+    if missing:
+        raise UserError(f"the configuration lacks {len(missing)} entries: {', '.join(missing)}")
+    tuples: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
+    }
+    hints = typing.get_type_hints(GlmConfig)
+    for name, value in tuples.items():
+        if not _fits(value, hints[name]):
+            raise UserError(f"{name} is {value!r}, which is not of the expected type")
+    return GlmConfig(**tuples)
+
+
+def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401  # any type form
+    """Whether a value has the type of a field of `GlmConfig`."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+    if parts:
+        return any(_fits(value, part) for part in parts)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
 
 
 GLM_5_3 = GlmConfig(

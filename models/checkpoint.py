@@ -6,14 +6,13 @@ Restoring gives host arrays first, so a checkpoint does not depend on the device
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.configs.glm import GlmConfig, config_from_values
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.hf_config import read_json
@@ -69,30 +68,11 @@ def load_checkpoint(
             wrongly shaped.
     """
     directory = Path(directory).absolute()
-    config = config_from_json(read_json(directory / "config.json"))
+    config = config_from_values(read_json(directory / "config.json"))
     like = abstract_params(config)
     flat = _restore(directory / "params", flatten(like))
     params = cast_like(unflatten(flat, like), like)
     return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
-
-
-def config_from_json(raw: dict[str, Any]) -> GlmConfig:
-    """The configuration that `save_checkpoint` wrote.
-
-    Raises:
-        UserError: Entries that are missing, unknown, or no valid sizes.
-    """
-    fields = {field.name: field for field in dataclasses.fields(GlmConfig)}
-    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    unknown, missing = sorted(raw.keys() - fields.keys()), sorted(required - raw.keys())
-    if unknown:
-        raise UserError(f"config.json has unknown entries: {few(unknown)}")
-    if missing:
-        raise UserError(f"config.json lacks {len(missing)} entries: {few(missing)}")
-    values: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()
-    }
-    return GlmConfig(**values)
 
 
 def _restore(path: Path, expected: Flat) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dhisparse_jax.configs.glm import GlmConfig, IndexerType, derive_indexer_types
+from dhisparse_jax.configs.glm import GlmConfig, config_from_values, derive_indexer_types
 from dhisparse_jax.errors import UserError
 
 MODEL_TYPE = "glm_moe_dsa"
@@ -83,23 +83,24 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
     if missing:
         raise UserError(f"the configuration lacks {len(missing)} entries: {', '.join(missing)}")
     sizes = {ours: _integer(raw, published) for ours, published in _SIZES.items()}
-    eos = raw.get("eos_token_id")
-    return GlmConfig(
-        **sizes,
-        num_dense_layers=_num_dense_layers(raw, sizes["num_layers"]),
-        num_expert_groups=_integer(raw, "n_group", 1),
-        kept_expert_groups=_integer(raw, "topk_group", 1),
-        normalise_routing=bool(raw.get("norm_topk_prob", True)),
-        routed_scale=_number(raw, "routed_scaling_factor", 2.5),
-        indexer_types=_indexer_types(raw, sizes["num_layers"]),
-        index_rope_style="interleaved"
-        if raw.get("indexer_rope_interleave", True)
-        else "half-split",
-        rope_theta=_rope_theta(raw),
-        norm_eps=_number(raw, "rms_norm_eps", 1e-5),
-        bos_id=raw.get("bos_token_id"),
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        param_dtype=raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
+    return config_from_values(
+        {
+            **sizes,
+            "num_dense_layers": _num_dense_layers(raw, sizes["num_layers"]),
+            "num_expert_groups": _integer(raw, "n_group", 1),
+            "kept_expert_groups": _integer(raw, "topk_group", 1),
+            "normalise_routing": bool(raw.get("norm_topk_prob", True)),
+            "routed_scale": _number(raw, "routed_scaling_factor", 2.5),
+            "indexer_types": _indexer_types(raw, sizes["num_layers"]),
+            "index_rope_style": (
+                "interleaved" if raw.get("indexer_rope_interleave", True) else "half-split"
+            ),
+            "rope_theta": _rope_theta(raw),
+            "norm_eps": _number(raw, "rms_norm_eps", 1e-5),
+            "bos_id": raw.get("bos_token_id"),
+            "eos_ids": _eos_ids(raw),
+            "param_dtype": raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
+        }
     )
 
 
@@ -119,24 +120,38 @@ def _number(raw: Mapping[str, Any], name: str, default: float | None = None) -> 
     return float(value)
 
 
+def _eos_ids(raw: Mapping[str, Any]) -> list[int]:
+    """Ids that end a text: published as none, one, or a list."""
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise UserError(f"eos_token_id is {value!r}, expected whole numbers")
+    return ids
+
+
 def _rope_theta(raw: Mapping[str, Any]) -> float:
     """Rope base, from either place that published files keep it."""
     rope = raw.get("rope_parameters") or raw
+    if not isinstance(rope, Mapping):
+        raise UserError(f"rope_parameters is {rope!r}, expected an object")
     kind = rope.get("rope_type", "default")
     if kind != "default":
         raise UserError(f"rope_type is {kind!r}; only 'default' is supported")
     return _number(rope, "rope_theta")
 
 
-def _indexer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[IndexerType, ...]:
+def _indexer_types(raw: Mapping[str, Any], num_layers: int) -> object:
     """The listed types, or the rule of `derive_indexer_types` with its published defaults."""
     if raw.get("indexer_types") is not None:
-        return tuple(raw["indexer_types"])
+        return raw["indexer_types"]
+    pattern = raw.get("index_topk_pattern")
+    if not isinstance(pattern, str | None):
+        raise UserError(f"index_topk_pattern is {pattern!r}, expected a string of F and S")
     return derive_indexer_types(
         num_layers,
         freq=_integer(raw, "index_topk_freq", 1),
         offset=_integer(raw, "index_skip_topk_offset", 2),
-        pattern=raw.get("index_topk_pattern"),
+        pattern=pattern,
     )
 
 
@@ -145,7 +160,7 @@ def _num_dense_layers(raw: Mapping[str, Any], num_layers: int) -> int:
     types = raw.get("mlp_layer_types")
     if types is None:
         return _integer(raw, "first_k_dense_replace")
-    dense = types.count("dense")
+    dense = types.count("dense") if isinstance(types, list) else 0
     if types != ["dense"] * dense + ["sparse"] * (num_layers - dense):
         raise UserError("mlp_layer_types is not a run of 'dense' followed by 'sparse' layers")
     return dense

@@ -138,14 +138,15 @@ def make_step(config: TrainConfig, phase: Phase, backend: CausalBackend) -> Step
         tokens = draw_batch(stream, batch_key, phase.batch, phase.context + 1)
         gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (_, (features, nats)), gradient = gradient_fn(state.params, tokens, dropout_key)
-        updates, moments = optimizer.update(gradient, state.moments, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            updates, moments = optimizer.update(gradient, state.moments, state.params)
         params = _apply(state.params, updates, rates)
         if phase.kind != "index":
             params = balance_experts(params, features.expert_load, config.balance_rate)
         load = features.expert_load.astype(jnp.float32)
         imbalance = jnp.max(load, initial=0.0) / jnp.maximum(jnp.mean(load), 1.0)
         metrics = Metrics(
-            nats / math.log(2), features.index_loss, optax.global_norm(gradient), imbalance
+            nats / math.log(2), features.index_loss, optax.tree.norm(gradient), imbalance
         )
         return TrainState(params, moments), metrics
 
