@@ -98,7 +98,7 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Exact bytes for a byte-level vocabulary, else the decoder's text as UTF-8."""
         if self._byte_of is None:
-            return str(self._backend.decode(list(tokens))).encode()
+            return self._backend.decode(list(tokens)).encode()
         return b"".join(self._token_bytes(token, self._byte_of) for token in tokens)
 
     def _token_bytes(self, token: int, byte_of: dict[str, int]) -> bytes:

@@ -1,7 +1,7 @@
 """`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -200,7 +200,7 @@ def check_trace_dir(path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def trace(path: Path | None) -> Iterator[None]:
+def trace(path: Path | None) -> Generator[None, None, None]:
     """Write a profile of the body into `path`, whatever ends it; nothing for None."""
     if path is None:
         yield

@@ -4,9 +4,9 @@ One request streams its text. Several show a live table on a terminal, and elsew
 whole, when it is finished. Prefill shows a progress bar on standard error.
 """
 
+import abc
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -31,19 +31,27 @@ REFRESHES_PER_SECOND = 8
 TABLE_LINES = 7
 
 
-class Display(Protocol):
+class Display(abc.ABC):
     """Shows a run: entered before the first event, left after the last or on an interrupt."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Begin to draw."""
+
+    @abc.abstractmethod
     def show(self, event: Event) -> None:
         """Show one event, which the record already holds."""
-        ...
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Stop drawing; print what is not printed yet."""
 
 
 def make_display(record: RunRecord, decode: Decode, out: Console, err: Console) -> Display:
@@ -105,7 +113,7 @@ class PrefillBar:
         self._drawing = False
 
 
-class StreamDisplay:
+class StreamDisplay(Display):
     """One request: its text on standard output as it comes, and nothing else there."""
 
     def __init__(self, record: RunRecord, decode: Decode, out: Console, err: Console) -> None:
@@ -114,12 +122,11 @@ class StreamDisplay:
         self._tokens = TokenStream(decode)
         self._output = TextOutput(out.file)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         """Start the bar."""
         self._bar.start()
-        return self
 
-    def __exit__(self, *_error: object) -> None:
+    def stop(self) -> None:
         """Leave the cursor on a line of its own."""
         self._bar.stop()
         self._output.end()
@@ -134,7 +141,7 @@ class StreamDisplay:
                 self._output.write(self._tokens.feed(tokens))
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """Several requests, no terminal: each text whole, under a heading, when it is finished."""
 
     def __init__(self, record: RunRecord, decode: Decode, out: Console, err: Console) -> None:
@@ -145,12 +152,11 @@ class PlainDisplay:
         self._bar = PrefillBar(record.requests, err)
         self._printed: set[int] = set()
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         """Start the bar."""
         self._bar.start()
-        return self
 
-    def __exit__(self, *_error: object) -> None:
+    def stop(self) -> None:
         """Print what was generated for requests that did not finish."""
         self._bar.stop()
         for index, request in enumerate(self._record.requests):
@@ -175,7 +181,7 @@ class PlainDisplay:
         output.write(self._decode(request.tokens) + b"\n\n")
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """Several requests on a terminal: a table of those at work, finished texts above it."""
 
     def __init__(self, record: RunRecord, decode: Decode, out: Console) -> None:
@@ -191,12 +197,11 @@ class LiveDisplay:
             transient=True,
         )
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         """Start to draw."""
         self._live.start()
-        return self
 
-    def __exit__(self, *_error: object) -> None:
+    def stop(self) -> None:
         """Take the table away, and print what was generated for unfinished requests."""
         self._live.stop()
         for index, request in enumerate(self._record.requests):

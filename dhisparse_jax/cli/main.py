@@ -7,7 +7,7 @@ typer does it); 2 bad input, or a machine that cannot do it; 130 interrupted.
 import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -77,18 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return fail(str(error))
     except USAGE_ERROR as error:
-        return fail(usage_message(error))
+        return fail(usage_message(cast("typer.BadParameter", error)))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     return result if isinstance(result, int) else 0
 
 
-def usage_message(error: Exception) -> str:
+def usage_message(error: typer.BadParameter) -> str:
     """What was wrong with the command line, and where to read on."""
     # The prefix is the parser's, not the person's.
     message = error.format_message().rstrip(".").replace("Value error, ", "")
-    context = getattr(error, "ctx", None)
-    return f"{message}; see {context.command_path} --help" if context else message
+    return f"{message}; see {error.ctx.command_path} --help" if error.ctx else message
 
 
 def fail(message: str) -> int:

@@ -2,7 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import IO
 
 Decode = Callable[[Sequence[int]], bytes]
 
@@ -37,25 +37,26 @@ class TokenStream:
 class TextOutput:
     """Writes text as it comes: exact bytes to a file or pipe, safe characters to a terminal."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         """`stream` is standard output, or stands for it."""
         self._stream = stream
-        self._terminal = stream.isatty()
+        # A terminal gets characters; so does what has no bytes behind it, such as a StringIO.
+        self._bytes: IO[bytes] | None = None if stream.isatty() else getattr(stream, "buffer", None)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_line_start = True
 
     def write(self, data: bytes) -> None:
         """Write and flush; an unfinished character waits for its other bytes on a terminal."""
-        if self._terminal:
+        if self._bytes is None:
             self._stream.write(self._decoder.decode(data).translate(_CONTROLS))
         else:
-            self._stream.buffer.write(data)
+            self._bytes.write(data)
         self._stream.flush()
         self._at_line_start = data.endswith(b"\n") if data else self._at_line_start
 
     def end(self) -> None:
         """End the line on a terminal; elsewhere the bytes stay exactly the generated ones."""
-        if self._terminal:
+        if self._bytes is None:
             self._stream.write(self._decoder.decode(b"", final=True))
             self._stream.write("" if self._at_line_start else "\n")
             self._stream.flush()

@@ -90,11 +90,13 @@ def run(
 ) -> tuple["Float[np.ndarray, 'S V']", int]:
     """The engine's logits after every token, and the rows fetched while decoding."""
     import numpy as np
+    from jaxtyping import Float
 
     from dhisparse_jax.cli.session import teacher_force
     from dhisparse_jax.engine.events import StepDone
 
-    pieces, fetched_rows = [], 0
+    pieces: list[Float[np.ndarray, "n V"]] = []
+    fetched_rows = 0
     for event in teacher_force(engine, tokens, split):
         if isinstance(event, np.ndarray):
             pieces.append(event)

@@ -12,6 +12,7 @@ from dhisparse_jax.models.checkpoint import load_checkpoint
 from dhisparse_jax.models.glm.dense import forward
 from tests.support.checkpoints import CONTEXT, TOKENS, write_own, write_published
 
+STAGES = ("append", "select", "plan", "retrieve", "attend", "commit", "backup", "adapt", "verify")
 POLICIES = ("resident", "fixed", "adaptive")
 
 
@@ -75,6 +76,16 @@ def test_sampling_repeats_with_its_seed(run, published, prompt):
         for seed in (3, 3, 4)
     ]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_trace_names_the_stages_of_a_step(run, published, prompt, tmp_path):
+    path = prompt("a", b"some text")
+    assert run("decode", "-m", published, "-p", path, "-n", 3, "--trace-dir", tmp_path).code == 0
+    (trace,) = tmp_path.rglob("*.xplane.pb")
+    data = trace.read_bytes()
+    assert b"decode_step" in data
+    missing = [stage for stage in STAGES if f"/{stage}/".encode() not in data]
+    assert missing == []
 
 
 def test_evaluate_agrees_with_the_whole_sequence_forward(run, own, prompt):
