@@ -15,6 +15,11 @@ from dhisparse_jax.models.train.loop import Trainer
 from dhisparse_jax.models.train.progress import Clock, PhaseProgress
 from tests.support.small_glm import SMALL
 
+# Two layers of one group: four steps and three evaluations are compiled.
+SHALLOW = dataclasses.replace(
+    SMALL, num_layers=2, indexer_types=("full", "shared"), param_dtype="bfloat16"
+)
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
@@ -25,10 +30,9 @@ def library(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_checkpoint_weights_and_a_record(library, tmp_path):
-    config = smoke_config(
-        dataclasses.replace(SMALL, param_dtype="bfloat16"), seed=3, context=16, steps=2
-    )
+    config = smoke_config(SHALLOW, seed=3, context=16, steps=2)
     Trainer(config, load_corpus(library), tmp_path, Clock(config.budget_seconds)).run()
 
     saved, model = load_checkpoint(tmp_path / "checkpoint")
