@@ -127,7 +127,7 @@ class TrainConfig:
     max_gradient_norm: float = 1.0
     dropout: float = 0.1
     z_loss: float = 1e-4
-    balance_rate: float = 1e-2
+    balance_rate: float = 1e-3
     eval_context: int = 8192
     eval_batch: int = 8
     eval_bytes: int | None = None

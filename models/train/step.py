@@ -165,16 +165,13 @@ def draw_batch(
 def balance_experts(params: Nested, loads: Int[Array, "moe_layers experts"], rate: float) -> Nested:
     """Raises the router bias of experts with less than the mean load, and lowers the others.
 
-    The bias moves the choice of experts only, so it needs no gradient (the "noaux_tc" router). A
-    step is `rate` at most, and in proportion to the distance from the mean load, so that a large
-    `rate` ends an early collapse onto a few experts without keeping balanced experts moving.
+    The bias moves the choice of experts only, so it needs no gradient (the "noaux_tc" router).
     """
     layers = dict(params["layers"])
     moe_layers = [layer for layer in sorted(layers) if "router" in layers[layer]["mlp"]]
     for layer, load in zip(moe_layers, loads.astype(jnp.float32), strict=True):
         mlp = layers[layer]["mlp"]
-        shortage = 1 - load / jnp.mean(load)
-        bias = mlp["router"]["bias"] + rate * jnp.clip(shortage, -1.0, 1.0)
+        bias = mlp["router"]["bias"] + rate * jnp.sign(jnp.mean(load) - load)
         router = mlp["router"] | {"bias": bias}
         layers[layer] = layers[layer] | {"mlp": mlp | {"router": router}}
     return params | {"layers": layers}
