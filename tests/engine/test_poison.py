@@ -1,0 +1,73 @@
+"""What must not be read is poisoned after every step, and the tokens stay the same."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dhisparse_jax.hierarchy import layout
+from tests.support.serving import CONTEXT, engine, request, run
+
+NAN_WORD = np.int32(-1)  # a NaN in float32
+REQUESTS = [request(n, 14, seed=n) for n in (5, 40, CONTEXT - 20, 1, 33)]
+POLICIES = {"resident": ("resident", 1), "fixed": ("fixed", 4), "adaptive": ("adaptive", 16)}
+
+
+def put(values, like):
+    """`values` where `like` is."""
+    return jax.device_put(jnp.asarray(values), like.sharding)
+
+
+def poison_hosts(served):
+    """All host records, committed or not."""
+    pools = [
+        dataclasses.replace(pool, host=put(np.full(pool.host.shape, NAN_WORD), pool.host))
+        for pool in served.state.pools
+    ]
+    served.state = dataclasses.replace(served.state, pools=tuple(pools))
+
+
+def poison_unused(served):
+    """Empty hot slots, staging, tail places about to be written; everything past the lengths."""
+    state, cfg = jax.device_get(served.state), served.cfg
+    beyond = np.arange(cfg.capacity) >= state.length[:, None]
+    pools = []
+    for old, pool in zip(served.state.pools, state.pools, strict=True):
+        host, keys = pool.host.copy(), pool.index_keys.copy()
+        host[beyond.reshape(-1)] = NAN_WORD
+        keys[beyond] = 1e30
+        new = {"host": put(host, old.host), "index_keys": put(keys, old.index_keys)}
+        pools.append(dataclasses.replace(old, **new))
+    slots = state.hot[0].slots.copy()
+    slots[np.flatnonzero(state.hot[0].position < 0)] = NAN_WORD
+    slots[np.asarray(layout.staging_slots(cfg, 0)).reshape(-1)] = NAN_WORD
+    rows = jnp.arange(cfg.requests, dtype=jnp.int32)
+    for pool in range(cfg.pools):
+        slots[np.asarray(layout.tail_slot(cfg, pool, rows, jnp.asarray(state.length)))] = NAN_WORD
+    hot = served.state.hot[0]
+    hot = dataclasses.replace(hot, slots=put(slots, hot.slots))
+    served.state = dataclasses.replace(served.state, pools=tuple(pools), hot=(hot,))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return run(engine("resident", 1), REQUESTS).tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_unused_memory_is_never_read(tokens, policy):
+    served = engine(*POLICIES[policy])
+    assert run(served, REQUESTS, after_step=lambda: poison_unused(served)).tokens == tokens
+
+
+def test_resident_never_reads_the_host(tokens):
+    served = engine(*POLICIES["resident"])
+    assert run(served, REQUESTS, after_step=lambda: poison_hosts(served)).tokens == tokens
+
+
+def test_poison_is_noticed(tokens):
+    """The comparison can fail: a small budget does read the host."""
+    served = engine(*POLICIES["fixed"])
+    assert run(served, REQUESTS, after_step=lambda: poison_hosts(served)).tokens != tokens

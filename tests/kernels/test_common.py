@@ -1,0 +1,77 @@
+"""Row packing, ids and memory spaces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dhisparse_jax.hierarchy.state import HOST_KIND, host_sharding
+from pallas_kernels.common.ids import NO_SLOT, dropping, masked
+from pallas_kernels.common.memory_space import as_device, as_host, is_host
+from pallas_kernels.common.rows import gather_words, pack, unpack, words_of
+
+DTYPES = ["float32", "bfloat16", "float8_e4m3fn"]
+
+
+def values(dtype, *shape):
+    return np.random.default_rng(0).normal(size=shape).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_keeps_the_bytes_in_order(dtype):
+    numbers = values(dtype, 3, 5, 8)
+    words = np.asarray(pack(jnp.asarray(numbers)))
+    assert words.shape == (3, 5, words_of(8, dtype))
+    assert words.tobytes() == numbers.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpack_is_the_inverse(dtype):
+    numbers = values(dtype, 3, 8)
+    back = np.asarray(unpack(pack(jnp.asarray(numbers)), dtype))
+    assert back.dtype == numbers.dtype
+    assert back.tobytes() == numbers.tobytes()
+
+
+def test_rows_fill_whole_words():
+    assert words_of(576, "bfloat16") == 288
+    assert words_of(576, jnp.float32) == 576
+    with pytest.raises(ValueError, match="3 x bfloat16 is 6 bytes"):
+        words_of(3, "bfloat16")
+
+
+def test_gather_words():
+    table = np.arange(40, dtype=np.int32).reshape(5, 8)
+    rows = np.array([[4, 0], [2, 2]], np.int32)
+    found = jax.jit(lambda t, r: gather_words(t, r, 3, 4))(table, rows)
+    np.testing.assert_array_equal(found, table[rows][..., 3:7])
+
+
+def test_dropped_ids_write_nothing():
+    ids = dropping(jnp.asarray([2, NO_SLOT, 0], jnp.int32), 4)
+    written = jnp.zeros(4, jnp.int32).at[ids].set(jnp.asarray([7, 8, 9], jnp.int32), mode="drop")
+    assert written.tolist() == [9, 0, 7, 0]
+
+
+def test_masked():
+    ids = jnp.asarray([5, 6, NO_SLOT], jnp.int32)
+    assert masked(ids, jnp.asarray([True, False, True])).tolist() == [5, NO_SLOT, NO_SLOT]
+
+
+def test_memory_spaces_change_the_type_and_no_byte():
+    host = jax.device_put(jnp.arange(6, dtype=jnp.int32), host_sharding())
+    assert host.sharding.memory_kind == HOST_KIND and is_host(host)
+
+    def double(array):
+        assert is_host(array)
+        inside = as_device(array)
+        assert not is_host(inside)
+        assert as_device(inside) is inside
+        result = as_host(inside * 2)
+        assert is_host(result)
+        return result, inside + 1
+
+    result, device = jax.jit(double)(host)
+    assert result.sharding.memory_kind == HOST_KIND
+    assert device.sharding.memory_kind != HOST_KIND
+    assert result.tolist() == [0, 2, 4, 6, 8, 10]
