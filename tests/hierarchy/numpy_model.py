@@ -7,6 +7,7 @@ and of the slots, so a test can compare all of them, read or not.
 
 import dataclasses
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class Residency:
     """What one request holds of one pool."""
 
     def __init__(self):
-        self.pages = []  # in the order in which they were granted
+        self.pages = []  # the order decides ties between equal marks
         self.slot_of = {}  # position -> slot
         self.mark = {}  # slot -> step of last use
 
@@ -174,36 +175,53 @@ class Model:
             for pool in range(len(s.words))
         ]
 
-    def set_budgets(self, target):
-        """Release the pages granted last, then grant free ones, lowest id first."""
+    def set_budgets(self, target, listed):
+        """Release the pages worth least, then grant free ones, lowest id first.
+
+        Args:
+            target: pages by pool and request.
+            listed: the page lists that the library has afterwards. Pages of equal worth may come in
+                any order, so its order is taken over, if it is one by worth.
+        """
         s = self.sizes
         for hot, members in enumerate(s.hot):
             turns = [(pool, request) for pool in members for request in range(s.requests)]
             for pool, request in turns:
-                while len(self.held[pool, request].pages) > target[pool][request]:
-                    self._release_page(pool, request)
+                kept = min(target[pool][request], len(self.held[pool, request].pages))
+                self._rank_pages(pool, request, listed[pool][request][:kept])
             used = {page for turn in turns for page in self.held[turn].pages}
             free = [page for page in range(s.pages(hot)) if page not in used]
             for pool, request in turns:
                 while len(self.held[pool, request].pages) < target[pool][request]:
                     self.held[pool, request].pages.append(free.pop(0))
 
-    def _release_page(self, pool, request):
+    def _rank_pages(self, pool, request, kept):
+        """Keep the pages `kept`, which must be those worth most, by descending worth."""
         held = self.held[pool, request]
-        page = held.pages.pop()
-        for slot in range(page * self.sizes.page, (page + 1) * self.sizes.page):
-            held.forget(slot)
+        released = [page for page in held.pages if page not in kept]
+        assert sorted(kept + released) == sorted(held.pages)
+        worth = [self._worth(held, page) for page in kept]
+        best_released = max((self._worth(held, page) for page in released), default=0.0)
+        for better, worse in pairwise([*worth, best_released]):
+            assert better >= worse * (1 - 1e-5)
+        held.pages = list(kept)
+        for page in released:
+            for slot in range(page * self.sizes.page, (page + 1) * self.sizes.page):
+                held.forget(slot)
+
+    def _worth(self, held, page):
+        """Expected uses per step of what a page holds: the inverse of the steps since each use."""
+        slots = range(page * self.sizes.page, (page + 1) * self.sizes.page)
+        marks = [held.mark[slot] for slot in slots if slot in held.mark]
+        return sum(1 / max(self.step - mark, 1) for mark in marks)
 
     # Requests
 
-    def join(self, request, length, budgets=None):
-        """A request joins; `budgets` are those that an adaptive policy chose."""
+    def join(self, request, length, listed):
+        """A request joins and gets pages: its share, or what adaptive admission decides."""
         self.length[request], self.active[request] = length, True
-        if budgets is None:
-            budgets = self.budgets()
-            for row in budgets:
-                row[request] = self.sizes.share
-        self.set_budgets(budgets)
+        budgets = self.admission(request)
+        self.set_budgets(budgets, listed)
 
     def admit(self, pool, request, records):
         """A prompt goes to the host, its newest records to the tail, those before to hot slots."""
@@ -217,14 +235,15 @@ class Model:
         before_tail = list(range(self.tail_start(request)))[-len(owned) :] if owned else []
         for position, slot in zip(before_tail, owned, strict=False):
             slots[slot] = records[position]
-            held.hold(position, slot, self.step - 1)
+            # As if every position had been used in the step that wrote it.
+            held.hold(position, slot, self.step - (self.tail_start(request) - position))
 
-    def leave(self, request):
+    def leave(self, request, listed):
         self.length[request], self.active[request] = 0, False
         budgets = self.budgets()
         for row in budgets:
             row[request] = 0
-        self.set_budgets(budgets)
+        self.set_budgets(budgets, listed)
 
     # A step
 
@@ -273,7 +292,7 @@ class Model:
             self.length[request] += accepted[request]
         self.step += 1
 
-    # Adaptive budgets
+    # Budgets
 
     def useful(self, request):
         """Pages that the history of a request can fill, or its floor."""
@@ -282,16 +301,20 @@ class Model:
         return max(ceil_div(used, s.page), s.floor)
 
     def admission(self, request):
-        """Budgets after an adaptive admission; `request` must be active already.
+        """Budgets after an admission; `request` must be active already.
 
-        The newcomer gets its even share, or what is free beyond the reserve of one page in eight if
-        that is more, as far as its history can use it. The largest holders shrink to one level.
+        Without adaptation the newcomer gets its share. With it, an even share, or what is free
+        beyond the reserve of one page in eight if that is more, as far as its history can use it;
+        the largest holders shrink to one level.
         """
         s, target = self.sizes, self.budgets()
-        for hot, members in enumerate(s.hot):
+        for row in target:
+            row[request] = s.share
+        for hot, members in enumerate(s.hot if s.adaptive else []):
             total = s.pages(hot)
             even = total // (sum(self.active) * len(members))
-            spare = total - total // 8 - sum(sum(target[pool]) for pool in members)
+            others = sum(sum(target[pool]) - target[pool][request] for pool in members)
+            spare = total - total // 8 - others
             wish = min(max(even, spare // len(members)), self.useful(request))
             for pool in members:
                 target[pool][request] = max(wish, s.floor)

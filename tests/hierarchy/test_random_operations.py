@@ -129,21 +129,20 @@ class Lockstep:
         cfg, model = self.cfg, self.model
         prompts = [self._prompt(pool, row, length) for pool in range(cfg.pools)]
         self.state = self.compiled.join(self.state, np.int32(row), np.int32(length), prompts)
-        model.active[row], model.length[row] = True, length
-        model.join(row, length, model.admission(row) if model.sizes.adaptive else None)
+        model.join(row, length, self._pages())
         for pool, (records, _) in enumerate(prompts):
             model.admit(pool, row, records)
         self.compare()
 
     def leave(self, row):
         self.state = self.compiled.leave(self.state, np.int32(row))
-        self.model.leave(row)
+        self.model.leave(row, self._pages())
         self.miss_rate[:, row] = 0.0
         self.compare()
 
     def set_budgets(self, target):
         self.state = self.compiled.set_budgets(self.state, np.array(target, np.int32))
-        self.model.set_budgets(target)
+        self.model.set_budgets(target, self._pages())
         self.compare()
 
     def step(self, select):
@@ -205,7 +204,13 @@ class Lockstep:
             check_adaptation(self.model, np.array(before), after, np.asarray(self.state.miss_rate))
         else:
             np.testing.assert_array_equal(after, before)
-        self.model.set_budgets(after.tolist())
+        if (after != before).any():
+            self.model.set_budgets(after.tolist(), self._pages())
+
+    def _pages(self):
+        """Page lists of the library, by pool and request."""
+        tables = [np.asarray(pool.pages).tolist() for pool in self.state.pools]
+        return [[[page for page in row if page >= 0] for row in table] for table in tables]
 
     # Comparison
 
