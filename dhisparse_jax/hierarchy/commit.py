@@ -16,7 +16,9 @@ def commit(state: HierarchyState, accepted: Int[Array, " R"]) -> HierarchyState:
 
     Args:
         state: the hierarchy after the last group of a step.
-        accepted: int32 in 1..T for active requests; ignored for the others.
+        accepted: int32 in 1..T for active requests, such that the new length is at most the
+            capacity (the caller's duty: a later host row is the next request's); ignored for the
+            others.
     """
     length = state.length + jnp.where(state.active, accepted, 0)
     return dataclasses.replace(state, length=length, step=state.step + 1)
