@@ -20,7 +20,10 @@ from pallas_kernels.sparse_attention import api
 Operands = tuple[list[Array], Array, list[Array]]
 """Queries of every call, slots, locations of every call."""
 
-AttentionWork = Work[tuple[()], Operands, Array]
+Attended = tuple[Array, Array]
+"""Values and log-sum-exp."""
+
+AttentionWork = Work[tuple[()], Operands, Attended]
 
 SharedInputs = tuple[np.ndarray, np.ndarray, np.ndarray, int, str, int, float, np.ndarray]
 """Fields of `pallas_kernels.sparse_attention.cases.Inputs`."""
@@ -133,8 +136,8 @@ def _random_rows(key: Array, count: int, width: int) -> Int[Array, "S W"]:
     return pack(jax.random.normal(key, (count, width), jnp.bfloat16))
 
 
-def _step(attend: Callable[..., Array]) -> Step[tuple[()], Operands, Array]:
-    def step(state: tuple[()], operands: Operands, call: int) -> tuple[tuple[()], Array]:
+def _step(attend: Callable[..., Attended]) -> Step[tuple[()], Operands, Attended]:
+    def step(state: tuple[()], operands: Operands, call: int) -> tuple[tuple[()], Attended]:
         queries, slots, locations = operands
         return state, attend(queries[call], slots, locations[call])
 
