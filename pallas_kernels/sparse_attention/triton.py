@@ -38,7 +38,7 @@ DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 MOST_HEADS = 64
 """Heads of a program. Accumulators of more would not fit into the registers."""
 MOST_VALUES = {2: 512, 4: 128}
-"""Value numbers of a row by bytes of a query number; float32 products keep operands in registers."""
+"""Value numbers of a row by bytes of a query number: float32 operands have to fit in registers."""
 MOST_REST = 128
 """Numbers of a row after the value."""
 LEAST_SIDE = 16
@@ -357,7 +357,7 @@ def _softmax(
     return weights, correction, Softmax(peak, softmax.total * correction + weights.sum(axis=1))
 
 
-def _store(  # noqa: PLR0913  # refs, what is stored, and where
+def _store(
     values_ref: jax.Ref,
     lse_ref: jax.Ref,
     softmax: Softmax,
