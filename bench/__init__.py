@@ -3,6 +3,7 @@
 Commands
     load_sweep    the policies against the load, on the bundled model
     kernels       every operation against its floor
+    tune          variants of the kernels that have a choice, each checked before it is timed
     link          reads and writes of host memory by record size and span
     traces        the cache curve of the trace model beside the published one
     plots         pictures from committed results
@@ -14,6 +15,7 @@ What they share
     caches.py     reference caches: LRU, FIFO, random, Belady
     plan_steps.py operands of the plan on traces
     pools.py      large host pools whose records can be checked
+    variants.py   tunings that `tune` compares
     ops/          production sizes, a module per operation
 results/          committed results
 """

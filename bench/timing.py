@@ -86,7 +86,18 @@ def measure(
     Returns:
         The timing, the last state, and the results of the last chain.
     """
-    run = chain(step, calls)
+    return measure_chain(chain(step, calls), state, operands, calls=calls, runs=runs)
+
+
+def measure_chain(
+    run: Chain[State, Operands, Result],
+    state: State,
+    operands: Operands,
+    *,
+    calls: int,
+    runs: int = RUNS,
+) -> tuple[Timing, State, list[Result]]:
+    """What `measure` does, of a chain of `calls` calls that may be compiled already."""
     state, results = jax.block_until_ready(run(state, operands))
     once, state, results = _seconds(run, state, operands, 1)
     dispatches = max(1, min(MOST_DISPATCHES, math.ceil(LEAST_SECONDS / once)))

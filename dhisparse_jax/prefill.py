@@ -95,7 +95,7 @@ def attend_prompt(
             opened.prompt.records, words, (opened.start, jnp.int32(offset))
         )
     with jax.named_scope("attend"):
-        values = sparse_attention(
+        values, _ = sparse_attention(
             query,
             records,
             opened.selection,

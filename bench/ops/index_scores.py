@@ -74,7 +74,7 @@ def _work(operands: list[Operands], backend: Backend) -> IndexWork:
     queries, _, keys, _ = operands[0]
     scores = queries.shape[0] * queries.shape[1] * keys.shape[1]
     return Work(
-        step=_step(bind(api.index_scores, backend)),
+        step=step(bind(api.index_scores, backend)),
         state=(),
         operands=operands,
         calls=len(operands),
@@ -85,7 +85,8 @@ def _work(operands: list[Operands], backend: Backend) -> IndexWork:
     )
 
 
-def _step(index_scores: Callable[..., Array]) -> Step[tuple[()], list[Operands], Array]:
+def step(index_scores: Callable[..., Array]) -> Step[tuple[()], list[Operands], Array]:
+    """Each call has operands of its own."""
     return lambda state, operands, call: (state, index_scores(*operands[call]))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,10 @@ from pallas_kernels.sparse_attention import api
 Operands = tuple[list[Array], Array, list[Array]]
 """Queries of every call, slots, locations of every call."""
 
-AttentionWork = Work[tuple[()], Operands, Array]
+Attended = tuple[Array, Array]
+"""Values and log-sum-exp."""
+
+AttentionWork = Work[tuple[()], Operands, Attended]
 
 SharedInputs = tuple[np.ndarray, np.ndarray, np.ndarray, int, str, int, float, np.ndarray]
 """Fields of `pallas_kernels.sparse_attention.cases.Inputs`."""
@@ -52,6 +55,16 @@ class SparseAttention:
     width = 576
     value_width = 512
     scale = 256**-0.5
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the operation that are no arrays."""
+        return {
+            "offset": 0,
+            "row_dtype": jnp.bfloat16,
+            "value_width": self.value_width,
+            "scale": self.scale,
+        }
 
     def small(self) -> Self:
         """See `work.Case`."""
@@ -88,15 +101,8 @@ class SparseAttention:
         keys = jax.random.split(jax.random.key(1), self.calls)
         queries = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
         locations = [jnp.asarray(self._locations(rng), jnp.int32) for _ in keys]
-        attend = partial(
-            bind(api.sparse_attention, backend),
-            offset=0,
-            row_dtype=jnp.bfloat16,
-            value_width=self.value_width,
-            scale=self.scale,
-        )
         return Work(
-            step=_step(attend),
+            step=step(partial(bind(api.sparse_attention, backend), **self.options)),
             state=(),
             operands=(queries, slots, locations),
             calls=self.calls,
@@ -133,12 +139,14 @@ def _random_rows(key: Array, count: int, width: int) -> Int[Array, "S W"]:
     return pack(jax.random.normal(key, (count, width), jnp.bfloat16))
 
 
-def _step(attend: Callable[..., Array]) -> Step[tuple[()], Operands, Array]:
-    def step(state: tuple[()], operands: Operands, call: int) -> tuple[tuple[()], Array]:
+def step(attend: Callable[..., Attended]) -> Step[tuple[()], Operands, Attended]:
+    """Each call has queries and a selection of its own."""
+
+    def one(state: tuple[()], operands: Operands, call: int) -> tuple[tuple[()], Attended]:
         queries, slots, locations = operands
         return state, attend(queries[call], slots, locations[call])
 
-    return step
+    return one
 
 
 CASES: dict[str, SparseAttention] = {
@@ -165,7 +173,7 @@ def shared(inputs: SharedInputs, backend: Backend) -> AttentionWork:
     rows = len(np.unique(location[location >= 0]))
     pairs, selected = query.size // width, location.shape[-1]
     return Work(
-        step=_step(attend),
+        step=step(attend),
         state=(),
         operands=([jnp.asarray(query)], jnp.asarray(slots), [jnp.asarray(location)]),
         calls=1,

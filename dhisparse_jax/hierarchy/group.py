@@ -67,7 +67,7 @@ def attend(
     number, _ = cfg.hot_pool_of(pool)
     row_format = cfg.geometry.row
     with jax.named_scope("attend"):
-        values = sparse_attention(
+        values, _ = sparse_attention(
             query,
             state.hot[number].slots,
             group.plan.location,

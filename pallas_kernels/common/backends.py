@@ -10,6 +10,9 @@ Backend = Literal["reference", "triton"]
 HOST_OPERATIONS = ("retrieve", "backup")
 """Operations that address host memory; the others work on device arrays only."""
 
+TRITON_OPERATIONS = (*HOST_OPERATIONS, "index_scores", "sparse_attention")
+"""Operations with a Triton kernel; the others are plain jnp everywhere."""
+
 
 def default_backend(operation: str, platform: str | None = None) -> Backend:
     """The implementation of `operation` that runs on `platform` (default: where JAX runs).
@@ -19,8 +22,30 @@ def default_backend(operation: str, platform: str | None = None) -> Backend:
             for that, since plain jnp would copy whole pools there.
     """
     platform = platform or jax.default_backend()
+    if operation in TRITON_OPERATIONS and platform in ("gpu", "cuda"):
+        return "triton"
     if operation not in HOST_OPERATIONS or platform == "cpu":
         return "reference"
-    if platform in ("gpu", "cuda"):
-        return "triton"
     raise NotImplementedError(f"{operation} has no kernel for {platform}; run on cpu or gpu")
+
+
+def resolve(operation: str, backend: Backend | None, *, without_triton: str | None) -> Backend:
+    """The implementation of a call: the named one, or the default one if it takes the operands.
+
+    This is the only place where a default changes with the operands. Who must not run anything but
+    the default, such as a benchmark, names it: `resolve(op, default_backend(op), ...)` raises.
+
+    Args:
+        operation: name of the operation.
+        backend: the implementation that the caller named, if any.
+        without_triton: why the Triton kernel cannot take these operands; None if it can.
+
+    Raises:
+        NotImplementedError: if the named implementation cannot take the operands; with the reason.
+    """
+    chosen = backend or default_backend(operation)
+    if chosen != "triton" or without_triton is None:
+        return chosen
+    if backend is None and operation not in HOST_OPERATIONS:
+        return "reference"
+    raise NotImplementedError(f"the Triton kernel of {operation} takes no {without_triton}")

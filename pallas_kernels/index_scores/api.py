@@ -2,7 +2,8 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.index_scores import reference
+from pallas_kernels.common.backends import Backend, resolve
+from pallas_kernels.index_scores import reference, triton
 
 
 def index_scores(
@@ -10,6 +11,8 @@ def index_scores(
     weights: Float[Array, "R T heads"],
     keys: Float[Array, "R C width"],
     visible: Int[Array, "R T"],
+    *,
+    backend: Backend | None = None,
 ) -> Float[Array, "R T C"]:
     """Scores of the lightning indexer: `sum_h weights_h * relu(query_h . key)` in float32.
 
@@ -21,8 +24,18 @@ def index_scores(
         weights: float32 weight of each indexer head.
         keys: index keys of the whole history; beyond `visible` they may hold anything finite.
         visible: int32, how many positions each query sees: position s is seen iff s < visible.
+        backend: the implementation; by default the one for the device JAX runs on, if it takes
+            operands like these.
 
     Returns:
         float32 scores; -inf where the position is not visible.
+
+    Raises:
+        NotImplementedError: if the named backend does not take operands like these.
     """
-    return reference.index_scores(queries, weights, keys, visible)
+    reason = triton.supports(queries, keys)
+    match resolve("index_scores", backend, without_triton=reason):
+        case "triton":
+            return triton.index_scores(queries, weights, keys, visible)
+        case "reference":
+            return reference.index_scores(queries, weights, keys, visible)

@@ -17,7 +17,7 @@ def sparse_attention(
     row_dtype: DTypeLike,
     value_width: int,
     scale: float,
-) -> Float[Array, "R T H value"]:
+) -> tuple[Float[Array, "R T H value"], Float[Array, "R T H"]]:
     """See `api.sparse_attention`."""
     words = words_of(query.shape[-1], row_dtype)
     keys = gather_words(slots, jnp.maximum(location, 0), offset, words)
@@ -33,13 +33,16 @@ def sparse_attention(
     logits = jnp.where(selected, logits, -jnp.inf)
     peak = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
     weights = jnp.exp(logits - peak)
-    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    total = weights.sum(axis=-1, keepdims=True)
+    lse = (peak + jnp.log(total))[..., 0]
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     # A masked slot may hold any bytes, NaN among them, and 0 * NaN is NaN: blank its values.
     values = jnp.where(selected[:, :, 0, :, None], keys[..., :value_width], 0.0)
-    return jnp.einsum(
+    attended = jnp.einsum(
         "rthk,rtkd->rthd",
         (weights / total).astype(values.dtype),
         values,
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
-    ).astype(query.dtype)
+    )
+    return attended.astype(query.dtype), lse

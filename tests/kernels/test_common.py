@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.hierarchy.state import HOST_KIND, host_sharding
+from pallas_kernels.common.backends import default_backend, resolve
 from pallas_kernels.common.ids import NO_SLOT, dropping, masked
 from pallas_kernels.common.memory_space import as_device, as_host, is_host
 from pallas_kernels.common.rows import gather_words, pack, unpack, words_of
+from pallas_kernels.common.typed_view import typed_view
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn"]
 
@@ -75,3 +77,45 @@ def test_memory_spaces_change_the_type_and_no_byte():
     assert result.sharding.memory_kind == HOST_KIND
     assert device.sharding.memory_kind != HOST_KIND
     assert result.tolist() == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("interpret", [True, False])
+def test_typed_view_is_unpack_where_nothing_but_xla_reads_it(dtype, interpret):
+    numbers = values(dtype, 3, 8)
+    view = jax.jit(lambda words: typed_view(words, dtype, interpret=interpret))
+    seen = np.asarray(view(pack(jnp.asarray(numbers))))
+    assert seen.dtype == numbers.dtype
+    assert seen.tobytes() == numbers.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("operation", "platform", "backend"),
+    [
+        ("sparse_attention", "cuda", "triton"),
+        ("index_scores", "gpu", "triton"),
+        ("retrieve", "gpu", "triton"),
+        ("plan", "gpu", "reference"),
+        ("sparse_attention", "cpu", "reference"),
+        ("sparse_attention", "tpu", "reference"),
+        ("retrieve", "cpu", "reference"),
+    ],
+)
+def test_default_backend(operation, platform, backend):
+    assert default_backend(operation, platform) == backend
+
+
+def test_host_operations_need_a_kernel():
+    with pytest.raises(NotImplementedError, match="retrieve has no kernel for tpu"):
+        default_backend("retrieve", "tpu")
+
+
+def test_only_a_default_gives_way_to_the_reference(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert resolve("index_scores", None, without_triton=None) == "triton"
+    assert resolve("index_scores", None, without_triton="65 heads") == "reference"
+    assert resolve("index_scores", "reference", without_triton="65 heads") == "reference"
+    with pytest.raises(NotImplementedError, match="index_scores takes no 65 heads"):
+        resolve("index_scores", "triton", without_triton="65 heads")
+    with pytest.raises(NotImplementedError, match="retrieve takes no odd records"):
+        resolve("retrieve", None, without_triton="odd records")
