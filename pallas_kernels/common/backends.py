@@ -10,7 +10,7 @@ Backend = Literal["reference", "triton"]
 HOST_OPERATIONS = ("retrieve", "backup")
 """Operations that address host memory; the others work on device arrays only."""
 
-GPU_OPERATIONS = (*HOST_OPERATIONS, "top_k")
+GPU_OPERATIONS = (*HOST_OPERATIONS, "plan", "top_k")
 """Operations that have a kernel for GPUs."""
 
 

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.triton_select import middle, ranks, taken
 
 LOWEST = -0x7F7FFFFF
 """The key of the lowest selectable score. The key of -inf is one less."""
@@ -167,7 +168,7 @@ def _narrow_kernel(
         above = jnp.where(enough, above, count)
         done = (enough & (count <= sizes.candidates)).astype(jnp.int32)
         # Ties (many scores of 0.0, say) are the likely reason for too many: look just above first.
-        halfway = jnp.where(passes == 0, low + 1, _middle(low, high))
+        halfway = jnp.where(passes == 0, low + 1, middle(low, high))
         probe = jnp.where(low + 1 >= high, low, halfway)
         return low, high, above, probe, passes + 1, count, done
 
@@ -187,11 +188,11 @@ def _choose_kernel(*refs: jax.Ref, k: int, width: int) -> None:
         position = plgpu.load(candidates_ref.at[row, place], mask=live, other=0)
     keys = _keys(plgpu.load(scores_ref.at[row, position], mask=live, other=-jnp.inf))
     low, high, above = _kth(keys, jnp.minimum(k, jnp.sum((keys >= LOWEST).astype(jnp.int32))))
-    take, rank, total, _ = _ranks(keys >= high, keys >= low, k - above, (0, 0))
+    take, rank, count = ranks(keys >= high, keys >= low, k - above, (0, 0))
     # What is not taken goes past the end: a mask on the GPU, a dropped index in interpret mode.
     plgpu.store(chosen_ref.at[row, jnp.where(take, rank, k)], position, mask=take)
     rest = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)
-    empty = (rest >= total) & (rest < k)
+    empty = (rest >= taken(count, k - above)) & (rest < k)
     plgpu.store(chosen_ref.at[row, rest], jnp.full_like(rest, NO_SLOT), mask=empty)
 
 
@@ -251,7 +252,7 @@ def _kth(
 
     def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         low, high, above, reached = state
-        middle = _middle(low, high)
+        middle = middle(low, high)
         count = size(middle)
         enough = count >= k
         return (
@@ -265,41 +266,6 @@ def _kth(
     high = jnp.maximum(jnp.max(keys), LOWEST) + 1
     low, high, above, _ = lax.while_loop(unfinished, halve, (low, high, jnp.int32(0), size(low)))
     return low, high, above
-
-
-def _middle(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Floor of the mean; the sum may not fit into 32 bits."""
-    return (low & high) + ((low ^ high) >> 1)
-
-
-def _ranks(
-    sure: Bool[Array, " n"],
-    wanted: Bool[Array, " n"],
-    ties: Int[Array, ""],
-    before: tuple[jax.Array | int, jax.Array | int],
-) -> tuple[Bool[Array, " n"], Int[Array, " n"], Int[Array, ""], tuple[jax.Array, jax.Array]]:
-    """Take what is sure, and of what else is wanted the first `ties`; number them in order.
-
-    One scan counts both: sure ones in the high half of a word, the others in the low one.
-
-    Args:
-        sure: which are taken in any case; a subset of `wanted`.
-        wanted: which are taken while they last.
-        ties: how many of those that are not sure are taken, over all blocks.
-        before: sure ones and ties in earlier blocks.
-
-    Returns:
-        Which are taken, their numbers, how many so far with earlier blocks, and the new `before`.
-    """
-    one = jnp.where(sure, 1 << 16, jnp.where(wanted, 1, 0)).astype(jnp.int32)
-    upto = jnp.cumsum(one, dtype=jnp.int32)
-    # Numbers before each: its own share off again. The totals are a sum, not the scan's last.
-    ahead, total = upto - one, jnp.sum(one)
-    tied = (ahead & 0xFFFF) + before[1]
-    take = sure | (wanted & (tied < ties))
-    number = (ahead >> 16) + before[0] + jnp.minimum(tied, ties)
-    after = (before[0] + (total >> 16), before[1] + (total & 0xFFFF))
-    return take, number, after[0] + jnp.minimum(after[1], ties), after
 
 
 def _compact(
@@ -329,7 +295,7 @@ def _compact(
     def write(
         keys: jax.Array, number: jax.Array, before: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        take, rank, _, after = _ranks(keys >= sure, keys >= probe, ties, before)
+        take, rank, after = ranks(keys >= sure, keys >= probe, ties, before)
         take = take & (rank < sizes.candidates)
         place = number * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
         target = jnp.where(take, rank, sizes.candidates)  # past the end, see _choose_kernel
@@ -344,5 +310,4 @@ def _compact(
         return before
 
     zero = jnp.int32(0)
-    above, tied = lax.fori_loop(0, _turns(positions, sizes), turn, (zero, zero))
-    return above + jnp.minimum(tied, ties)
+    return taken(lax.fori_loop(0, _turns(positions, sizes), turn, (zero, zero)), ties)
