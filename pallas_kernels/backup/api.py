@@ -3,7 +3,7 @@
 from jaxtyping import Array, Int
 
 from pallas_kernels.backup import reference, triton
-from pallas_kernels.common.backends import Backend, default_backend
+from pallas_kernels.common.backends import Backend, resolve
 
 
 def backup(
@@ -26,7 +26,7 @@ def backup(
     Returns:
         `host`, in its memory kind, with the records in place; other rows are unchanged.
     """
-    match backend or default_backend("backup"):
+    match resolve("backup", backend, refusal=None):
         case "triton":
             return triton.backup(host, slots, rows, sources)
         case "reference":

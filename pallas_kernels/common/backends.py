@@ -10,8 +10,8 @@ Backend = Literal["reference", "triton"]
 HOST_OPERATIONS = ("retrieve", "backup")
 """Operations that address host memory; the others work on device arrays only."""
 
-TRITON_OPERATIONS = (*HOST_OPERATIONS, "index_scores", "sparse_attention")
-"""Operations with a Triton kernel; the others are plain jnp everywhere."""
+TRITON_OPERATIONS = (*HOST_OPERATIONS, "index_scores", "plan", "sparse_attention", "top_k")
+"""Operations with a Triton kernel."""
 
 
 def default_backend(operation: str, platform: str | None = None) -> Backend:
@@ -29,7 +29,7 @@ def default_backend(operation: str, platform: str | None = None) -> Backend:
     raise NotImplementedError(f"{operation} has no kernel for {platform}; run on cpu or gpu")
 
 
-def resolve(operation: str, backend: Backend | None, *, without_triton: str | None) -> Backend:
+def resolve(operation: str, backend: Backend | None, *, refusal: str | None) -> Backend:
     """The implementation of a call: the named one, or the default one if it takes the operands.
 
     This is the only place where a default changes with the operands. Who must not run anything but
@@ -38,14 +38,15 @@ def resolve(operation: str, backend: Backend | None, *, without_triton: str | No
     Args:
         operation: name of the operation.
         backend: the implementation that the caller named, if any.
-        without_triton: why the Triton kernel cannot take these operands; None if it can.
+        refusal: why the Triton kernel cannot take these operands, from its `supports`; None if
+            it can.
 
     Raises:
         NotImplementedError: if the named implementation cannot take the operands; with the reason.
     """
     chosen = backend or default_backend(operation)
-    if chosen != "triton" or without_triton is None:
+    if chosen != "triton" or refusal is None:
         return chosen
     if backend is None and operation not in HOST_OPERATIONS:
         return "reference"
-    raise NotImplementedError(f"the Triton kernel of {operation} takes no {without_triton}")
+    raise NotImplementedError(f"the Triton kernel of {operation} cannot run this: {refusal}")

@@ -33,8 +33,8 @@ def index_scores(
     Raises:
         NotImplementedError: if the named backend does not take operands like these.
     """
-    reason = triton.supports(queries, keys)
-    match resolve("index_scores", backend, without_triton=reason):
+    refusal = triton.supports(queries, keys)
+    match resolve("index_scores", backend, refusal=refusal):
         case "triton":
             return triton.index_scores(queries, weights, keys, visible)
         case "reference":

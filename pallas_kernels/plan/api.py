@@ -1,31 +1,42 @@
 """Plan: look-up, deduplication and victim choice. Integers only, no record is touched."""
 
-from pallas_kernels.plan import reference
+from pallas_kernels.common.backends import Backend, resolve
+from pallas_kernels.plan import reference, triton
 from pallas_kernels.plan.types import PlanInput, PlanResult, PlanTables
 
 
 def plan(
-    wanted: PlanInput, tables: PlanTables, *, page_slots: int
+    wanted: PlanInput, tables: PlanTables, *, page_slots: int, backend: Backend | None = None
 ) -> tuple[PlanResult, PlanTables]:
     """Decide where every selected record is read from, and what is fetched into which slot.
 
     1. The working set is the union of the selections of all T queries; each of its positions is a
        hit (it has a hot slot), else in the tail, else a miss.
-    2. A miss takes an empty slot of the request's pages, else the slot that was used longest ago
-       and is not in the working set, else a staging slot: no selected position is ever dropped.
-    3. What is left of the victims takes the retiring positions that had no hot slot before the
-       plan, which cost no fetch.
+    2. The victims are slots of the request's pages outside the working set: empty ones first, then
+       those that were used longest ago (exact LRU), equal ones in the order of the page list. There
+       are as many as there are misses and retiring positions without a hot slot, while they last.
+    3. Victims are handed out in the order of the page list. Misses take theirs first, in the order
+       in which the queries name them; a miss without one takes a staging slot, so no selected
+       position is ever dropped. Retiring positions, which cost no fetch, take what is left.
 
-    Misses take their slots in ascending order of position, and after them retiring positions in the
-    order given. Empty slots come in the order of the request's page list, then used ones by mark,
-    equal marks in the order of the page list again: the result is a function of its inputs alone.
+    The result is a function of its inputs alone, and the same from every backend.
 
     Args:
-        wanted: the selections and the places that a request may use.
-        tables: look-up tables, updated as if the fetches had been done.
+        wanted: the selections and the places that a request may use. Staging and tail slots lie
+            beyond the page slots, which are those that the tables have entries for. Retiring
+            positions are in the tail: where one is selected, `tail_slot` says so.
+        tables: look-up tables, updated as if the fetches had been done. Marks lie in the past, less
+            than 2**30 steps ago.
         page_slots: slots per page.
+        backend: the implementation; by default the one for the device JAX runs on, as far as
+            `triton.supports` it.
 
     Returns:
         The plan, and the tables after it. Every slot of the plan is distinct within its request.
     """
-    return reference.plan(wanted, tables, page_slots=page_slots)
+    refusal = triton.supports(*tables.slot_of.shape)
+    match resolve("plan", backend, refusal=refusal):
+        case "triton":
+            return triton.plan(wanted, tables, page_slots=page_slots)
+        case "reference":
+            return reference.plan(wanted, tables, page_slots=page_slots)

@@ -16,6 +16,9 @@ from pallas_kernels.plan.types import PlanInput, PlanTables
 
 STEP = 100
 
+LEAST_LENGTH, LEAST_PAGES = 40, 4
+"""Tables have room for so much at least, so that small cases are of one shape."""
+
 
 class Inputs(NamedTuple):
     """Arguments of `api.plan`."""
@@ -53,8 +56,8 @@ def random(
     rng = np.random.default_rng(0)
     table = _deal_pages(rng, pages)
     size = len(lengths)
-    slots = int(table.max(initial=0) + 1) * page_slots
-    slot_of = np.full((size, max(lengths) + queries), -1, np.int32)
+    slots = _pages_dealt(pages) * page_slots
+    slot_of = np.full((size, max(*lengths, LEAST_LENGTH) + queries), -1, np.int32)
     mark = STEP - rng.integers(1, 6, slots, np.int32)
     oldest = np.maximum(np.array(lengths) + queries - tail, 0)
     for request in range(size):
@@ -93,10 +96,14 @@ def _held(slot_of: Int[np.ndarray, "R C"], slots: int) -> Int[Array, " slots"]:
     return jnp.asarray(position)
 
 
+def _pages_dealt(pages: tuple[int, ...]) -> int:
+    return max(sum(pages), LEAST_PAGES * len(pages)) + 2
+
+
 def _deal_pages(rng: np.random.Generator, pages: tuple[int, ...]) -> Int[np.ndarray, "R Pmax"]:
     """Page lists of each request out of shuffled ids; some ids stay free."""
-    shuffled = rng.permutation(sum(pages) + 2)
-    table = np.full((len(pages), max(pages) + 1), -1, np.int32)
+    shuffled = rng.permutation(_pages_dealt(pages))
+    table = np.full((len(pages), max(*pages, LEAST_PAGES) + 1), -1, np.int32)
     for request, count in enumerate(pages):
         first = sum(pages[:request])
         table[request, :count] = shuffled[first : first + count]

@@ -11,11 +11,14 @@ from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTab
 
 
 class _Union(NamedTuple):
-    """Distinct positions ascending, else NO_SLOT; `index` leads from each input to its own."""
+    """Each distinct position where it is selected first, else NO_SLOT.
+
+    `first` leads from each selected position to that place.
+    """
 
     position: Int[Array, "R U"]
     tail_slot: Int[Array, "R U"]
-    index: Int[Array, "R U"]
+    first: Int[Array, "R U"]
 
 
 def plan(
@@ -28,22 +31,23 @@ def plan(
     tail = ~hit & (union.tail_slot >= 0)
     miss = (union.position >= 0) & ~hit & ~tail
     tables = _touch(tables, masked(hot, hit), wanted.step)
-    victims = _victims(tables, wanted.pages, wanted.step, page_slots, _needed(wanted))
-    fetch_hot = _assign(miss, victims, 0)
     missing = miss.sum(axis=1, dtype=jnp.int32)
+    retire = (wanted.retiring >= 0) & (_look_up(tables.slot_of, wanted.retiring) < 0)
+    needed = missing + retire.sum(axis=1, dtype=jnp.int32)
+    victims = _victims(tables, wanted, page_slots, needed)
+    fetch_hot = _assign(miss, victims, 0)
     overflow = miss & (fetch_hot < 0)
     fetch_slot = jnp.where(overflow, _assign(overflow, wanted.staging, 0), fetch_hot)
-    retire = (wanted.retiring >= 0) & (_look_up(tables.slot_of, wanted.retiring) < 0)
     retire_slot = _assign(retire, victims, missing)
     retire_position = masked(wanted.retiring, retire_slot >= 0)
     filled = jnp.concatenate([masked(union.position, fetch_hot >= 0), retire_position], axis=1)
     tables = _fill(tables, jnp.concatenate([fetch_hot, retire_slot], axis=1), filled, wanted.step)
     place = jnp.where(hit, hot, jnp.where(tail, union.tail_slot, fetch_slot))
-    location = jnp.take_along_axis(place, union.index, axis=1).reshape(wanted.selection.shape)
+    location = jnp.take_along_axis(place, union.first, axis=1).reshape(wanted.selection.shape)
     result = PlanResult(
         location=masked(location, wanted.selection >= 0),
-        fetch_position=masked(union.position, miss),
-        fetch_slot=masked(fetch_slot, miss),
+        fetch_position=_packed(miss, union.position),
+        fetch_slot=_packed(miss, fetch_slot),
         retire_position=retire_position,
         retire_slot=retire_slot,
         counts=_counts(union.position >= 0, hit, tail, miss, overflow),
@@ -51,27 +55,22 @@ def plan(
     return result, tables
 
 
-def _needed(wanted: PlanInput) -> int:
-    """How many victims a step can ask for at most."""
-    return wanted.selection.shape[1] * wanted.selection.shape[2] + wanted.retiring.shape[1]
-
-
 def _union(selection: Int[Array, "R T K"], tail_slot: Int[Array, "R T K"]) -> _Union:
     """Distinct positions of all queries.
 
-    In:  selection [[5, 2], [2, -1]]        flat 5 2 2 -1, sorted 2 2 5 -1
-    Out: position  2 -1 5 -1                index 2 0 0 3 (each input's place in `position`)
+    In:  selection [[5, 2], [2, -1]]        flat 5 2 2 -1; sorted 2 2 5 -1, from places 1 2 0 3
+    Out: position  5 2 -1 -1                first 0 1 1 3
     """
     flat = selection.reshape(selection.shape[0], -1)
     order = jnp.argsort(jnp.where(flat < 0, INT32_MAX, flat), axis=1, stable=True)
     ranked = jnp.take_along_axis(flat, order, axis=1)
     before = jnp.pad(ranked[:, :-1], ((0, 0), (1, 0)), constant_values=NO_SLOT)
-    first = (ranked >= 0) & (ranked != before)
     here = jnp.broadcast_to(jnp.arange(flat.shape[1], dtype=jnp.int32), flat.shape)
-    leader = lax.cummax(jnp.where(first | (ranked < 0), here, 0), axis=1)
-    index = jnp.put_along_axis(jnp.zeros_like(here), order, leader, axis=1, inplace=False)
-    tails = jnp.take_along_axis(tail_slot.reshape(flat.shape), order, axis=1)
-    return _Union(masked(ranked, first), masked(tails, first), index)
+    leader = lax.cummax(jnp.where((ranked < 0) | (ranked != before), here, 0), axis=1)
+    place = jnp.take_along_axis(order, leader, axis=1).astype(jnp.int32)
+    first = jnp.put_along_axis(jnp.zeros_like(here), order, place, axis=1, inplace=False)
+    leads = (flat >= 0) & (first == here)
+    return _Union(masked(flat, leads), masked(tail_slot.reshape(flat.shape), leads), first)
 
 
 def _look_up(slot_of: Int[Array, "R C"], position: Int[Array, "R n"]) -> Int[Array, "R n"]:
@@ -87,17 +86,22 @@ def _touch(tables: PlanTables, slots: Int[Array, "R n"], step: Int[Array, ""]) -
 
 
 def _victims(
-    tables: PlanTables, pages: Int[Array, "R Pmax"], step: Int[Array, ""], page_slots: int, n: int
+    tables: PlanTables, wanted: PlanInput, page_slots: int, needed: Int[Array, " R"]
 ) -> Int[Array, "R n"]:
-    """The request's slots that may be overwritten: empty ones, then the longest unused."""
+    """The request's slots to overwrite: empty ones, then the longest unused, by page list."""
+    requests, queries, k = wanted.selection.shape
+    pages = wanted.pages[:, :, None]
     offsets = jnp.arange(page_slots, dtype=jnp.int32)[None, None]
-    owned = jnp.where(pages[:, :, None] < 0, NO_SLOT, pages[:, :, None] * page_slots + offsets)
-    owned = owned.reshape(pages.shape[0], -1)
+    owned = jnp.where(pages < 0, NO_SLOT, pages * page_slots + offsets).reshape(requests, -1)
     safe = jnp.maximum(owned, 0)
-    age = jnp.where(tables.position[safe] < 0, INT32_MAX, step - tables.mark[safe])
+    age = jnp.where(tables.position[safe] < 0, INT32_MAX, wanted.step - tables.mark[safe])
     age = jnp.where(owned >= 0, age, 0)  # age 0: in the working set, or not the request's
-    best, index = lax.top_k(age, min(n, owned.shape[1]))
-    return masked(jnp.take_along_axis(owned, index, axis=1), best > 0)
+    most = min(queries * k + wanted.retiring.shape[1], owned.shape[1])
+    best, index = lax.top_k(age, most)
+    chosen = (best > 0) & (jnp.arange(most, dtype=jnp.int32)[None] < needed[:, None])
+    index = jnp.sort(jnp.where(chosen, index, INT32_MAX), axis=1)
+    victims = jnp.take_along_axis(owned, jnp.minimum(index, owned.shape[1] - 1), axis=1)
+    return masked(victims, index < INT32_MAX)
 
 
 def _assign(
@@ -129,6 +133,14 @@ def _fill(
     position = tables.position.at[dropping(slots, size)].set(positions, mode="drop")
     tables = tables._replace(slot_of=slot_of, position=position)
     return _touch(tables, slots, step)
+
+
+def _packed(keep: Bool[Array, "R n"], ids: Int[Array, "R n"]) -> Int[Array, "R n"]:
+    """The ids to keep at the front of each row, in their order; NO_SLOT after them."""
+    row = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
+    place = masked(jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, keep)
+    empty = jnp.full_like(ids, NO_SLOT)
+    return empty.at[row, dropping(place, ids.shape[1])].set(ids, mode="drop")
 
 
 def _counts(

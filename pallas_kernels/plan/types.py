@@ -54,7 +54,8 @@ class PlanResult(NamedTuple):
 
     Attributes:
         location: int32 slot of each selected position; NO_SLOT where `selection` has none.
-        fetch_position: int32 positions to fetch from the host, each once; NO_SLOT skips.
+        fetch_position: int32 positions to fetch from the host, each once: the first
+            `counts.fetched` of a row, NO_SLOT after them.
         fetch_slot: int32 slot that receives each of them.
         retire_position: the positions of `retiring` that get a hot slot; NO_SLOT skips.
         retire_slot: int32 slot that receives each of them.

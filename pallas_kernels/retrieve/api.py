@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Int
 
-from pallas_kernels.common.backends import Backend, default_backend
+from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.retrieve import reference, triton
 
 
@@ -26,7 +26,7 @@ def retrieve(
     Returns:
         `slots` with the records in place; other slots are unchanged.
     """
-    match backend or default_backend("retrieve"):
+    match resolve("retrieve", backend, refusal=None):
         case "triton":
             return triton.retrieve(host, slots, rows, targets)
         case "reference":

@@ -49,8 +49,8 @@ def sparse_attention(
         "value_width": value_width,
         "scale": scale,
     }
-    reason = triton.supports(query, row_dtype=row_dtype, value_width=value_width)
-    match resolve("sparse_attention", backend, without_triton=reason):
+    refusal = triton.supports(query, row_dtype=row_dtype, value_width=value_width)
+    match resolve("sparse_attention", backend, refusal=refusal):
         case "triton":
             return triton.sparse_attention(query, slots, location, **options)
         case "reference":

@@ -2,17 +2,27 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.top_k import reference
+from pallas_kernels.common.backends import Backend, resolve
+from pallas_kernels.top_k import reference, triton
 
 
-def top_k(scores: Float[Array, "R T C"], k: int) -> Int[Array, "R T K"]:
-    """Positions of the `k` largest scores of each query, ties to the lowest position.
+def top_k(
+    scores: Float[Array, "R T C"], k: int, *, backend: Backend | None = None
+) -> Int[Array, "R T K"]:
+    """The set of the `k` largest scores of each query, ties to the lowest position.
 
     Args:
         scores: float32 without NaN; -inf marks positions that may not be selected. 0.0 equals -0.0.
         k: how many positions to select, at most C.
+        backend: the implementation; by default the one for the device JAX runs on, as far as
+            `triton.supports` it.
 
     Returns:
-        int32 positions by descending score; NO_SLOT fills up where fewer than `k` are selectable.
+        int32 positions in ascending order; NO_SLOT at the end where fewer than `k` are selectable.
     """
-    return reference.top_k(scores, k)
+    refusal = triton.supports(scores.shape[2], k)
+    match resolve("top_k", backend, refusal=refusal):
+        case "triton":
+            return triton.top_k(scores, k)
+        case "reference":
+            return reference.top_k(scores, k)

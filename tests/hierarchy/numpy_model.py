@@ -112,7 +112,7 @@ def plan_request(held, *, page_slots, selection, tail_slot, retiring, staging, s
         staging: the request's staging slots.
         step: number of the step.
     """
-    wanted = sorted({position for query in selection for position in query})
+    wanted = dict.fromkeys(position for query in selection for position in query)
     plan = Plan(location={}, fetch={}, retire={})
     misses = []
     for position in wanted:
@@ -129,8 +129,9 @@ def plan_request(held, *, page_slots, selection, tail_slot, retiring, staging, s
     empty = [slot for slot in owned if slot not in held.mark]
     # A stable sort: equal marks stay in the order of the page list.
     stale = sorted((s for s in owned if held.mark.get(s, step) < step), key=held.mark.__getitem__)
-    places = empty + stale
     retiring = [position for position in retiring if position not in held.slot_of]
+    victims = set((empty + stale)[: len(misses) + len(retiring)])
+    places = [slot for slot in owned if slot in victims]
     for position in misses:
         if places:
             slot = places.pop(0)

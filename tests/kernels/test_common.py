@@ -95,7 +95,7 @@ def test_typed_view_is_unpack_where_nothing_but_xla_reads_it(dtype, interpret):
         ("sparse_attention", "cuda", "triton"),
         ("index_scores", "gpu", "triton"),
         ("retrieve", "gpu", "triton"),
-        ("plan", "gpu", "reference"),
+        ("plan", "gpu", "triton"),
         ("sparse_attention", "cpu", "reference"),
         ("sparse_attention", "tpu", "reference"),
         ("retrieve", "cpu", "reference"),
@@ -112,10 +112,10 @@ def test_host_operations_need_a_kernel():
 
 def test_only_a_default_gives_way_to_the_reference(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert resolve("index_scores", None, without_triton=None) == "triton"
-    assert resolve("index_scores", None, without_triton="65 heads") == "reference"
-    assert resolve("index_scores", "reference", without_triton="65 heads") == "reference"
-    with pytest.raises(NotImplementedError, match="index_scores takes no 65 heads"):
-        resolve("index_scores", "triton", without_triton="65 heads")
-    with pytest.raises(NotImplementedError, match="retrieve takes no odd records"):
-        resolve("retrieve", None, without_triton="odd records")
+    assert resolve("index_scores", None, refusal=None) == "triton"
+    assert resolve("index_scores", None, refusal="65 heads") == "reference"
+    assert resolve("index_scores", "reference", refusal="65 heads") == "reference"
+    with pytest.raises(NotImplementedError, match="index_scores cannot run this: 65 heads"):
+        resolve("index_scores", "triton", refusal="65 heads")
+    with pytest.raises(NotImplementedError, match="retrieve cannot run this: odd records"):
+        resolve("retrieve", None, refusal="odd records")
