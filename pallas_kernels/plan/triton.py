@@ -31,7 +31,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.common.ids import NO_SLOT
-from pallas_kernels.common.triton_select import middle, ranks, taken
+from pallas_kernels.common.triton_select import middle, ranks
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
 
 EMPTY = 2**30
@@ -509,7 +509,6 @@ def _least_age(
         Slots of the working set; (low, high, above): victims are the `above` slots of age >= high,
         and as many as are then missing of those of age >= low; how many victims there are.
     """
-
     zeros = jnp.zeros((slots,), jnp.int32)
 
     def look(block: jax.Array, seen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -252,12 +252,12 @@ def _kth(
 
     def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         low, high, above, reached = state
-        middle = middle(low, high)
-        count = size(middle)
+        half = middle(low, high)
+        count = size(half)
         enough = count >= k
         return (
-            jnp.where(enough, middle, low),
-            jnp.where(enough, high, middle),
+            jnp.where(enough, half, low),
+            jnp.where(enough, high, half),
             jnp.where(enough, above, count),
             jnp.where(enough, count, reached),
         )
