@@ -18,7 +18,8 @@ from dhisparse_jax.sampling import (
     target_logits,
     with_row,
 )
-from tests.support.serving import engine, request, run
+from tests.support.dense import dense_logits
+from tests.support.serving import engine, model, request, run
 
 VOCABULARY = 12
 LOGITS = np.random.default_rng(3).normal(scale=2.0, size=VOCABULARY).astype(np.float32)
@@ -137,10 +138,12 @@ def test_row_of_the_batch_does_not_matter():
     sampling = Sampling(temperature=1.0, seed=4)
     rows = sampler(Sampling(), sampling, Sampling(temperature=2.0, seed=9), sampling)
     logits = jnp.tile(jnp.asarray(LOGITS), (4, 1))
-    tokens = compiled()(logits, rows, jnp.full(4, 17, jnp.int32))
-    alone = compiled()(logits[:1], sampler(sampling), jnp.full(1, 17, jnp.int32))
-    assert tokens[1] == tokens[3] == alone[0]
-    assert tokens[0] == LOGITS.argmax()
+    at = lambda size, position: jnp.full(size, position, jnp.int32)
+    together = np.array([compiled()(logits, rows, at(4, n)) for n in range(20)])
+    alone = [int(compiled()(logits[:1], sampler(sampling), at(1, n))[0]) for n in range(20)]
+    assert together[:, 1].tolist() == together[:, 3].tolist() == alone
+    assert (together[:, 0] == LOGITS.argmax()).all()
+    assert len(set(alone)) > 1
 
 
 def test_greedy_ties_go_to_the_lowest_token():
@@ -184,8 +187,23 @@ def test_same_seed_same_text_for_every_policy_and_batch():
     tokens = run(engine("fixed", 4), requests).tokens
     assert run(engine("fixed", 4), requests).tokens == tokens
     assert run(engine("resident", 1), requests).tokens == tokens
-    assert run(engine("adaptive", 16), requests).tokens == tokens
+    assert run(engine("adaptive", 24), requests).tokens == tokens
     assert run(engine("resident", 1, requests=1), requests).tokens == tokens
+
+
+def test_tokens_are_the_draws_for_their_positions():
+    """From the logits of dense attention, with the key of the request's number."""
+    requests = sampled(seed=3)
+    for number, tokens in run(engine("fixed", 4), requests).tokens.items():
+        text = (*requests[number].prompt, *tokens)
+        logits = jnp.asarray(dense_logits(*model(), text[:-1]))
+        first = len(requests[number].prompt)
+        one = sampler(requests[number].sampling, number=number)
+        wanted = [
+            int(compiled()(logits[None, at - 1], one, jnp.full(1, at, jnp.int32))[0])
+            for at in range(first, len(text))
+        ]
+        assert tokens == wanted
 
 
 def test_other_seed_other_text():

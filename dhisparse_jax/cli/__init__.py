@@ -1,14 +1,16 @@
 """The `dhisparse` command.
 
 main        entry point: sub-commands, errors to one line, exit codes
-options     the options that sub-commands share, with their help texts
+options     every option, with its help text
 decode      `dhisparse decode`: continue texts
 evaluate    `dhisparse evaluate`: bits per byte of files
 verify_hf   `dhisparse verify-hf`: compare with a reference's logits
 session     a model and an engine, made from the options
 prompts     prompt files, and the prompts that are used without one
 record      what a run did, gathered from the engine's events
-display     what a person sees while it runs, and the tables at the end
+display     what a person sees while it runs
+text        generated tokens as text: streamed, shortened, made safe
+tables      the tables at the end
 report      the JSON documents, written whole or not at all
 
 jax and flax are imported inside the commands only, so that `--help` answers at once.

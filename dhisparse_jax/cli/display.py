@@ -77,6 +77,7 @@ class PrefillBar:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            redirect_stdout=False,  # it would end up on standard error
             disable=not console.is_terminal,
         )
         self._tasks: dict[int, TaskID] = {}
@@ -236,7 +237,7 @@ class LiveDisplay(Display):
         table.add_column("text", no_wrap=True, overflow="ignore", ratio=5)
         for request in open_requests[:room]:
             table.add_row(
-                request.name,
+                Text(request.name),
                 f"{request.prompt_tokens:,}",
                 f"{len(request.tokens):,}",
                 self._progress_of(request),

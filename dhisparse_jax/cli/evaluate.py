@@ -92,14 +92,12 @@ def run(
         queries=TOKENS_PER_STEP,
     )
     scores = []
-    with make_progress() as progress:
-        for prompt, tokens in zip(prompts, encoded, strict=True):
-            task = progress.add_task(prompt.name, total=len(tokens))
-            advance = partial(progress.advance, task)
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        with make_progress() as progress:
+            advance = partial(progress.advance, progress.add_task(prompt.name, total=len(tokens)))
             bits = file_bits(engine, loaded, tokens, longest, advance)
-            progress.remove_task(task)
-            scores.append(FileScore(prompt.name, len(prompt.data), bits))
-            typer.echo(f"{scores[-1].bits_per_byte:8.4f} bits per byte  {prompt.name}")
+        scores.append(FileScore(prompt.name, len(prompt.data), bits))
+        typer.echo(f"{scores[-1].bits_per_byte:8.4f} bits per byte  {prompt.name}")
     typer.echo(json_line(document(scores)))
 
 
@@ -203,5 +201,6 @@ def make_progress() -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        redirect_stdout=False,  # it would end up on standard error
         disable=not console.is_terminal,
     )

@@ -4,9 +4,12 @@ Exit codes: 0 done; 1 verify-hf found a difference, or the reader of standard ou
 typer does it); 2 bad input, or a machine that cannot do it; 130 interrupted.
 """
 
+import contextlib
 import importlib.metadata
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
 from typing import Annotated, cast
 
 import typer
@@ -73,14 +76,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # texts hold characters that a terminal may lack
     try:
-        result = app(args=arguments, prog_name="dhisparse", standalone_mode=False)
+        with terminated_as_interrupted():
+            result = app(args=arguments, prog_name="dhisparse", standalone_mode=False)
     except UserError as error:
         return fail(str(error))
     except USAGE_ERROR as error:
         return fail(usage_message(cast("typer.BadParameter", error)))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except (RuntimeError, MemoryError) as error:
+        message = machine_message(error)
+        if message is None:
+            raise
+        return fail(message)
     return result if isinstance(result, int) else 0
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Generator[None, None, None]:
+    """Take SIGTERM as Ctrl-C, so that it too keeps what was generated and leaves no litter."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def machine_message(error: Exception) -> str | None:
+    """What the machine lacks, and what to change; None where the program is at fault."""
+    text = str(error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return f"out of memory: {text or 'on the host'}; lower --hot-rows or --batch"
+    if text.startswith("Unable to initialize backend"):
+        return text
+    return None
 
 
 def usage_message(error: typer.BadParameter) -> str:

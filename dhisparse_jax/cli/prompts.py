@@ -59,9 +59,16 @@ def read_file(path: str) -> bytes:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """File names without folders where those are distinct, else the paths as given."""
+    """File names without folders where those are distinct, else the paths as given.
+
+    What cannot be printed (a path may hold any byte) is replaced.
+    """
     names = ["stdin" if path == STANDARD_INPUT else Path(path).name for path in paths]
-    return names if len(set(names)) == len(names) else list(paths)
+    chosen = names if len(set(names)) == len(names) else paths
+    return [
+        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
+        for name in chosen
+    ]
 
 
 def default_prompts(max_bytes: int, library: Path | None = None) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """The tables at the end of a run. Knows nothing about engines or terminals."""
 
 from rich.table import Table
+from rich.text import Text
 
 from dhisparse_jax.cli.record import RunRecord
 from dhisparse_jax.cli.report import Setting
@@ -16,7 +17,7 @@ def hierarchy_table(setting: Setting, record: RunRecord, sizes: Sizes) -> Table:
     table.add_column("value", justify="right")
     rows = _what(setting) + _held(sizes) + _moved(record) + _speed(record)
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     return table
 
 
@@ -29,7 +30,7 @@ def request_table(record: RunRecord) -> Table:
     table.add_column("ended by")
     for request in record.requests:
         table.add_row(
-            request.name,
+            Text(request.name),
             f"{request.prompt_tokens:,}",
             f"{len(request.tokens):,}",
             request.finish_reason or "",

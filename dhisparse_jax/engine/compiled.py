@@ -51,7 +51,8 @@ class Compiled:
         self.leave = jax.jit(lambda state, row: requests.leave(state, cfg, row), donate_argnums=0)
         self.admit = jax.jit(partial(_admit, cfg), static_argnums=1, donate_argnums=0)
         self.first_token = jax.jit(partial(_first_token, model))
-        self.set_sampler = jax.jit(with_row, donate_argnums=0)
+        # A function of its own: jit caches by function, so engines would share and count one.
+        self.set_sampler = jax.jit(lambda *args: with_row(*args), donate_argnums=0)
 
     def traces(self) -> int:
         """How many programs the jitted functions hold: constant after warm-up."""

@@ -129,6 +129,7 @@ class Engine:
                 done += 1
                 yield PrefillProgress(number, done, total)
             self.state = self.compiled.admit(self.state, pool, where, prompt)
+            jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
         return hidden
 
     def leave(self, row: int) -> None:

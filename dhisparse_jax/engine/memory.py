@@ -105,6 +105,13 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
     return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))
 
 
+def _smaller_device(cfg: HierarchyConfig) -> str:
+    """What makes the device part of a state smaller."""
+    if cfg.policy is Policy.RESIDENT:
+        return f"use --policy adaptive, or lower --batch (now {cfg.requests})"
+    return f"lower --hot-rows (now {cfg.hot_slots}) or --batch (now {cfg.requests})"
+
+
 def check_memory(cfg: HierarchyConfig) -> Sizes:
     """The sizes of the state, if it fits.
 
@@ -117,8 +124,7 @@ def check_memory(cfg: HierarchyConfig) -> Sizes:
     if needed.device_bytes > free:
         raise UserError(
             f"the {cfg.policy.value} state needs {gib(needed.device_bytes)} of device memory, "
-            f"{gib(free)} are free; lower --hot-rows (now {cfg.hot_slots}) or --batch "
-            f"(now {cfg.requests}), or use --policy adaptive"
+            f"{gib(free)} are free; {_smaller_device(cfg)}"
         )
     together = needed.host_bytes + (needed.device_bytes if jax.default_backend() == "cpu" else 0)
     free = free_host_bytes()

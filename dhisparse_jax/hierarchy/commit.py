@@ -16,7 +16,9 @@ def commit(state: HierarchyState, accepted: Int[Array, " R"]) -> HierarchyState:
 
     Args:
         state: the hierarchy after the last group of a step.
-        accepted: int32 in 1..T for active requests; ignored for the others.
+        accepted: int32 in 1..T for active requests; ignored for the others. Positions beyond the
+            capacity do not exist: a full request stays full, and its caller must end it.
     """
-    length = state.length + jnp.where(state.active, accepted, 0)
+    capacity = state.pools[0].slot_of.shape[1]
+    length = jnp.minimum(state.length + jnp.where(state.active, accepted, 0), capacity)
     return dataclasses.replace(state, length=length, step=state.step + 1)

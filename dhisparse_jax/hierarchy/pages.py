@@ -8,7 +8,10 @@ from jaxtyping import Array, Bool, Int
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
-from pallas_kernels.common.ids import NO_SLOT, dropping, masked
+from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked
+
+SURE = 1 << 16
+"""The chance 1 that a record is used in the next step, as an integer."""
 
 
 def set_budgets(
@@ -32,15 +35,15 @@ def _rank(
     """Order the page list of every request by worth, most first.
 
     A page is worth the uses per step that its records can expect, the chance of each taken as the
-    inverse of the steps since its last use: 16 records used 1 step ago outweigh 100 used 10 ago.
+    inverse of the steps since its last use, in units of 1 / SURE: 16 records used 1 step ago
+    outweigh 100 used 10 ago. Integers, so that the order is the same on every device.
     """
     hot = state.hot[number]
-    age = jnp.maximum(state.step - hot.mark, 1).astype(jnp.float32)
-    chance = jnp.where(hot.position < 0, 0.0, 1.0 / age)
-    worth = chance.reshape(-1, cfg.page_slots).sum(axis=1)
+    chance = jnp.where(hot.position < 0, 0, SURE // jnp.maximum(state.step - hot.mark, 1))
+    worth = chance.reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
     for pool in members:
         pages = state.pools[pool].pages
-        key = jnp.where(pages < 0, jnp.inf, -worth[jnp.maximum(pages, 0)])
+        key = jnp.where(pages < 0, INT32_MAX, -worth[jnp.maximum(pages, 0)])
         order = jnp.argsort(key, axis=1, stable=True)
         state = with_pool(state, pool, pages=jnp.take_along_axis(pages, order, axis=1))
     return state

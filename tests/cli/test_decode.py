@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import stat
 import sys
 
@@ -109,6 +110,24 @@ def test_interrupt_keeps_text_document_and_table(run, fake, prompt, tmp_path):
     document = json.loads(path.read_text())
     assert [item["finish_reason"] for item in document["requests"]] == ["interrupted"] * 2
     assert document["metrics"]["output_tokens"] == 6
+
+
+def test_termination_is_an_interrupt(run, fake, prompt, tmp_path):
+    fake.engine.on_step = lambda step: signal.raise_signal(signal.SIGTERM) if step == 2 else None
+    before = signal.getsignal(signal.SIGTERM)
+    path = tmp_path / "out.json"
+    assert run("decode", "-p", prompt("a", b"a"), "--json", path).code == 130
+    assert json.loads(path.read_text())["requests"][0]["tokens"] == [98, 99]
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "out.json"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_names_are_shown_as_they_are(run, fake, prompt):
+    a, b = prompt("[bold]a", b"a"), prompt("b\udcff\n", b"b")
+    text = run("decode", "-p", a, "-p", b, "-n", 1).out.decode()
+    assert "==> [bold]a: 1 prompt" in text
+    assert "==> b\ufffd\ufffd: 1 prompt" in text
+    assert "[bold]a" in text[text.index("Requests") :]
 
 
 def test_interrupt_while_loading_exits_130(run, fake, prompt, monkeypatch):

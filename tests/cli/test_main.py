@@ -59,6 +59,25 @@ def test_a_fault_of_the_program_is_not_hidden(run, monkeypatch):
         run("decode")
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: 9 bytes"),
+            "out of memory: RESOURCE_EXHAUSTED: 9 bytes;",
+        ),
+        (MemoryError(), "out of memory: on the host; lower --hot-rows or --batch"),
+        (RuntimeError("Unable to initialize backend 'x'"), "Unable to initialize backend 'x'"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(run, monkeypatch, error, message):
+    def fail(*_arguments, **_options):
+        raise error
+
+    monkeypatch.setattr(entry, "app", fail)
+    assert message in run("decode").error
+
+
 def test_policies_are_those_of_the_library():
     assert {policy.value for policy in PolicyName} == {policy.value for policy in Policy}
 

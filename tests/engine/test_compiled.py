@@ -7,9 +7,8 @@ import pytest
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.hierarchy.state import HOST_KIND
 from dhisparse_jax.sampling import Sampling
-from tests.support.serving import CONTEXT, engine, prompt, request, run
+from tests.support.serving import CONTEXT, POLICIES, engine, prompt, request, run
 
-POLICIES = {"resident": ("resident", 1), "fixed": ("fixed", 4), "adaptive": ("adaptive", 16)}
 COMPILED = []
 
 

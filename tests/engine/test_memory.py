@@ -10,16 +10,14 @@ from dhisparse_jax.engine.memory import Sizes, check_memory, default_hot_rows, s
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import init
-from tests.support.serving import config, engine, model
-
-POLICIES = [("resident", 1), ("fixed", 4), ("adaptive", 16)]
+from tests.support.serving import POLICIES, config, engine, model
 
 
 def size(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_sizes_are_those_of_the_arrays(policy):
     cfg = config(*policy)
     state, of = init(cfg), sizes(cfg)
@@ -43,7 +41,7 @@ def test_engine_reports_its_sizes():
     assert engine("fixed", 4).sizes == sizes(config("fixed", 4))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_regions_do_not_overlap(policy):
     """Every slot belongs to one page, one place in one tail, or one staging place."""
     cfg = config(*policy)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.hierarchy import layout
-from tests.support.serving import CONTEXT, engine, request, run
+from tests.support.serving import CONTEXT, POLICIES, engine, request, run
 
 NAN_WORD = np.int32(-1)  # a NaN in float32
 REQUESTS = [request(n, 14, seed=n) for n in (5, 40, CONTEXT - 20, 1, 33)]
-POLICIES = {"resident": ("resident", 1), "fixed": ("fixed", 4), "adaptive": ("adaptive", 16)}
 
 
 def put(values, like):

@@ -3,7 +3,7 @@
 import pytest
 
 from dhisparse_jax.hierarchy.invariants import check_invariants
-from tests.support.serving import CONTEXT, config, engine, request, run
+from tests.support.serving import CONTEXT, POLICIES, config, engine, request, run
 
 # Lengths around K, the tail, the chunk, and the context; more requests than rows.
 REQUESTS = [
@@ -15,11 +15,6 @@ REQUESTS = [
     request(16, 25, seed=5),
     request(CONTEXT - 1, 9, seed=6),
 ]
-POLICIES = {
-    "resident": ("resident", 1),
-    "fixed": ("fixed", 4),
-    "adaptive": ("adaptive", 16),
-}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,7 @@ def test_resident_never_fetches(runs):
 
 def test_small_budget_fetches(runs):
     assert runs["fixed"].total.fetched_rows > runs["fixed"].total.hit_rows
-    # Adaptive has four times the pages here, and shares them out.
+    # Adaptive has six times the pages here, and shares them out.
     assert 0 < runs["adaptive"].total.fetched_rows < runs["fixed"].total.fetched_rows / 2
 
 

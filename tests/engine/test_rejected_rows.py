@@ -113,3 +113,16 @@ def test_comparison_sees_accepted_tokens(served):
     other = visible(served)
     differing = {name for name in one if not np.array_equal(one[name], other[name])}
     assert differing == {f"{part} {pool} 0" for part in ("host", "keys", "tail") for pool in (0, 1)}
+
+
+def test_a_full_request_stays_full_and_harms_nobody(served):
+    """Accepting past the capacity must not reach the host rows of the next request."""
+    capacity = served.cfg.capacity
+    served.leave(0)
+    list(served.prefill(0, 0, prompt(capacity - 2, seed=7)))
+    neighbour = [np.asarray(pool.host)[capacity:] for pool in served.state.pools]
+    step(served, TOKENS[:, :QUERIES], (4, 0, 0))
+    assert np.asarray(served.state.length)[0] == capacity
+    for before, pool in zip(neighbour, served.state.pools, strict=True):
+        np.testing.assert_array_equal(before, np.asarray(pool.host)[capacity:])
+    assert all(check_invariants(served.state, served.cfg).values())

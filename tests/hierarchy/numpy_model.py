@@ -85,7 +85,7 @@ class Residency:
     """What one request holds of one pool."""
 
     def __init__(self):
-        self.pages = []  # in the order in which they were granted
+        self.pages = []
         self.slot_of = {}  # position -> slot
         self.mark = {}  # slot -> step of last use
 
@@ -176,10 +176,13 @@ class Model:
         ]
 
     def set_budgets(self, target):
-        """Release the pages granted last, then grant free ones, lowest id first."""
+        """Release the pages worth least, then grant free ones, lowest id first."""
         s = self.sizes
         for hot, members in enumerate(s.hot):
             turns = [(pool, request) for pool in members for request in range(s.requests)]
+            for turn in turns:
+                held = self.held[turn]
+                held.pages.sort(key=lambda page, held=held: -self._worth(held, page))
             for pool, request in turns:
                 while len(self.held[pool, request].pages) > target[pool][request]:
                     self._release_page(pool, request)
@@ -188,6 +191,11 @@ class Model:
             for pool, request in turns:
                 while len(self.held[pool, request].pages) < target[pool][request]:
                     self.held[pool, request].pages.append(free.pop(0))
+
+    def _worth(self, held, page):
+        """Uses per step that a page can expect, in 1 / 65,536: a record's is 1 / its age."""
+        slots = range(page * self.sizes.page, (page + 1) * self.sizes.page)
+        return sum(65536 // max(self.step - held.mark[s], 1) for s in slots if s in held.mark)
 
     def _release_page(self, pool, request):
         held = self.held[pool, request]
@@ -218,7 +226,8 @@ class Model:
         before_tail = list(range(self.tail_start(request)))[-len(owned) :] if owned else []
         for position, slot in zip(before_tail, owned, strict=False):
             slots[slot] = records[position]
-            held.hold(position, slot, self.step - 1)
+            # As if one position had been used per step, the newest in the step before.
+            held.hold(position, slot, self.step - (self.tail_start(request) - position))
 
     def leave(self, request):
         self.length[request], self.active[request] = 0, False

@@ -15,6 +15,8 @@ from tests.support.toy_model import toy
 CONTEXT = 96
 TOP_K = 8
 CHUNK = 16
+POLICIES = {"resident": ("resident", 1), "fixed": ("fixed", 4), "adaptive": ("adaptive", 24)}
+"""Policy and hot rows: the whole history, half of K, and three times K on average."""
 
 
 @cache
