@@ -19,13 +19,14 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import typer
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
 from bench.ops.plan import Operands, Plan
 from bench.record import environment, write
 from bench.roofline import Traffic, bound, measure_floors
+from bench.scores import DISTRIBUTIONS, FEW_ROWS, SMALL_TOP_K, TOP_K_SIZES, TopKSize, normal
 from bench.timing import chain, measure
 from bench.work import WrongResultError
 from pallas_kernels.plan import reference as plan_reference
@@ -65,52 +66,6 @@ INTERPRET = jax.default_backend() == "cpu"
 # Top-K
 
 
-class TopKSize(NamedTuple):
-    """Rows of so many positions, the best `k` of each."""
-
-    rows: int
-    positions: int
-    k: int
-
-    @property
-    def name(self) -> str:
-        """The case."""
-        return f"{self.k}_of_{self.positions}_x{self.rows}"
-
-
-TOP_K_SIZES = (TopKSize(128, 100_000, 2048), TopKSize(128, 125_000, 512))
-FEW_ROWS = TopKSize(16, 100_000, 2048)
-
-SMALL_TOP_K = TopKSize(4, 9000, 256)
-
-
-def _normal(key: Array, shape: tuple[int, ...]) -> Float[Array, "R T C"]:
-    return jax.random.normal(key, shape)
-
-
-def _mostly_zero(key: Array, shape: tuple[int, ...]) -> Float[Array, "R T C"]:
-    """The K-th place is a tie of nearly all positions."""
-    return jnp.maximum(jax.random.normal(key, shape) - 2.5, 0.0)
-
-
-def _all_equal(key: Array, shape: tuple[int, ...]) -> Float[Array, "R T C"]:
-    return jnp.broadcast_to(jax.random.normal(key, (*shape[:2], 1)), shape)
-
-
-def _clustered(key: Array, shape: tuple[int, ...]) -> Float[Array, "R T C"]:
-    """The newest positions score best, and neighbours alike."""
-    recent = jnp.exp(-jnp.arange(shape[-1], dtype=jnp.float32)[::-1] / 3000)[None, None]
-    return recent + 0.01 * jax.random.normal(key, shape)
-
-
-def _little_visible(key: Array, shape: tuple[int, ...]) -> Float[Array, "R T C"]:
-    seen = jnp.arange(shape[-1], dtype=jnp.int32) < shape[-1] // 40
-    return jnp.where(seen[None, None], jax.random.normal(key, shape), -jnp.inf)
-
-
-DISTRIBUTIONS = (_normal, _mostly_zero, _all_equal, _clustered, _little_visible)
-
-
 def _variants_of_top_k(k: int) -> dict[str, top_k_triton.Tuning]:
     """The default, then what may be better, the likeliest first."""
     room = top_k_triton.tuning(k).candidates
@@ -132,7 +87,7 @@ def _top_k_trial(
     size: TopKSize,
     variant: str,
     tuning: top_k_triton.Tuning,
-    draw: Callable[[Array, tuple[int, ...]], Array] = _normal,
+    draw: Callable[[Array, tuple[int, ...]], Array] = normal,
 ) -> Trial:
     run = functools.partial(top_k_triton.top_k, k=size.k, sizes=tuning, interpret=INTERPRET)
 

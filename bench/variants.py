@@ -62,9 +62,9 @@ def attention(*, small: bool) -> Iterator[Variant]:
     one, eight, few = SparseAttention(), SparseAttention(queries=8), SparseAttention(requests=16)
     for case, variant in [
         (one, tuning()),
-        (one, tuning(hide=False)),
-        (one, tuning(block=32, stages=5)),
-        (one, tuning(warps=16)),
+        (one, tuning(warps=4)),
+        (one, tuning(block=32, stages=4)),
+        (one, tuning(splits=2)),
         (eight, tuning()),
         (few, tuning(splits=8)),
         (few, tuning(splits=4)),

@@ -80,13 +80,12 @@ SCATTERED = partial(random, requests=2, queries=3, heads=5, top_k=150, slots=400
 """More rows than a block, a last block that is not full, heads that fill no matrix side."""
 
 
-@pytest.mark.parametrize("hide", [True, False])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("block", [16, 64])
-def test_any_tuning_of_the_kernel_is_right(block, splits, hide):
+def test_any_tuning_of_the_kernel_is_right(block, splits):
     # With 4 splits request 1, which selects 3 rows, has parts that select nothing.
     inputs = SCATTERED(selected=(150, 3))
-    tuning = triton.Tuning(block=block, splits=splits, hide=hide)
+    tuning = triton.Tuning(block=block, splits=splits)
     assert_close(inputs, run(inputs, IMPLEMENTATIONS["triton"], tuning=tuning))
 
 
