@@ -79,7 +79,8 @@ def compiling(variant: Variant, work: AnyWork, pool: ThreadPoolExecutor) -> Jobs
     step = variant.step(partial(variant.call, **variant.options))
     shapes = jax.eval_shape(variant.prepare, work.operands)
     checked = check.lower(*jax.eval_shape(variant.prepare, variant.small))
-    timed = chain(step, work.calls).lower(work.state, shapes)
+    whole: Any = chain(step, work.calls)  # a jitted function, which its type does not say
+    timed = whole.lower(work.state, shapes)
     return pool.submit(checked.compile), pool.submit(timed.compile)
 
 

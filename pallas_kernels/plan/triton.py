@@ -34,6 +34,7 @@ from pallas_kernels.plan.triton_blocks import (
     Block,
     First,
     Found,
+    Launch,
     Sizes,
     Tuning,
     block_of,
@@ -169,7 +170,8 @@ def _look_up_kernel(
     *,
     sizes: Sizes,
 ) -> None:
-    row, _, place, inside = block_of(sizes)
+    here = block_of(sizes)
+    row, place, inside = here.row, here.place, here.inside
     position = gather(selection_ref, row, place, inside)
     tail = gather(tail_ref, row, place, position >= 0)
     slot = gather(slot_of_ref, row, position, position >= 0)
@@ -437,7 +439,8 @@ def _forget_kernel(
     *,
     sizes: Sizes,
 ) -> None:
-    row, _, place, inside = block_of(sizes)
+    here = block_of(sizes)
+    row, place, inside = here.row, here.place, here.inside
     staged = inside & (place < plgpu.load(fetched_ref.at[row]))
     staged = staged & (place >= plgpu.load(count_ref.at[row]))
     position = gather(fetch_position_ref, row, place, staged)

@@ -1,5 +1,7 @@
 """What the kernels of the plan share: sizes, launches, and masked access by block."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax

@@ -1,5 +1,8 @@
 """Stage 3 of the plan on a GPU: the slots that may be overwritten, the longest unused first."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +16,7 @@ from pallas_kernels.plan.triton_blocks import (
     EMPTY,
     First,
     Found,
+    Launch,
     Sizes,
     gather,
     scatter,

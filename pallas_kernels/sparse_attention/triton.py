@@ -12,10 +12,10 @@ flight is enough: a block of 64 rows of 1,152 bytes is more than the latency of 
 for. Rows are read as 512 + 64 numbers, so no power-of-two block pads them.
 
 What bounds it: with 64 heads Triton gives every warp to the rows of a product from which another
-follows, so both warpgroups compute all logits. Putting the softmax into a branch avoids that in plain
-Triton, but takes more shared memory than there is in the one that XLA carries. On an H200, 128
-requests, 64 heads, K 2048: 188 us against 82 us for the bytes; blocks of 32 rows 247 us, 4 warps
-433 us, two parts per selection 210 us.
+follows, so both warpgroups compute all logits. Putting the softmax into a branch avoids that in
+plain Triton, but takes more shared memory than there is in the one that XLA carries. On an H200,
+128 requests, 64 heads, K 2048: 188 us against 82 us for the bytes; blocks of 32 rows 247 us, 4
+warps 433 us, two parts per selection 210 us.
 
 What would have to change when Pallas-Triton goes: the same loop on Mosaic GPU, rows by TMA gather.
 """
