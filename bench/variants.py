@@ -110,7 +110,9 @@ def _options(inputs: sparse_cases.Inputs) -> dict[str, Any]:
 
 
 def _exact_attention(
-    query: Float[Array, "R T H width"], *rest: Array, **options: Any
+    query: Float[Array, "R T H width"],
+    *rest: Array,
+    **options: Any,  # noqa: ANN401  # the options of the operation
 ) -> tuple[Array, Array]:
     return sparse_reference.sparse_attention(query.astype(jnp.float32), *rest, **options)
 
