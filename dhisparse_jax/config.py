@@ -89,7 +89,12 @@ class HierarchyConfig:
     moves_per_step: int = 4
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot work."""
+        """Refuse sizes that cannot work; a policy may be given by its name."""
+        try:
+            object.__setattr__(self, "policy", Policy(self.policy))
+        except ValueError:
+            names = ", ".join(policy.value for policy in Policy)
+            raise UserError(f"unknown policy {self.policy!r}; use one of {names}") from None
         for name in ("requests", "capacity", "queries", "hot_rows"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -8,6 +8,7 @@ verify_hf   `dhisparse verify-hf`: compare with a reference's logits
 session     a model and an engine, made from the options
 prompts     prompt files, and the prompts that are used without one
 record      what a run did, gathered from the engine's events
+interrupt   Ctrl-C and termination, also where a library swallows them
 display     what a person sees while it runs
 text        generated tokens as text: streamed, shortened, made safe
 tables      the tables at the end

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
 from dhisparse_jax.cli.report import OutputFile, decode_document
 from dhisparse_jax.errors import UserError
@@ -181,10 +182,14 @@ def follow(
     """Run the requests: every event goes into the record, then onto the display."""
     from dhisparse_jax.cli.display import make_display
 
-    with make_display(record, loaded.tokenizer.decode, out, err) as display:
+    with (
+        make_display(record, loaded.tokenizer.decode, out, err) as display,
+        interrupts() as check_interrupt,
+    ):
         for event in engine.run(requests):
             record.add(event)
             display.show(event)
+            check_interrupt()
 
 
 def check_trace_dir(path: Path | None) -> None:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot_slots, with_pool
@@ -42,7 +43,15 @@ def append_row(
         pool: which pool.
         layer: place of the layer among the layers of the pool: its place in a record.
         row: the new rows, cast to the dtype of the row format.
+
+    Raises:
+        UserError: the pool has no such layer, or rows have another width than the geometry says.
     """
+    layers, width = cfg.geometry.layers_per_pool[pool], cfg.geometry.row.width
+    if not 0 <= layer < layers:
+        raise UserError(f"pool {pool} has {layers} layers; there is no layer {layer} in it")
+    if row.shape[-1] != width:
+        raise UserError(f"a row has {row.shape[-1]} numbers; the geometry says {width}")
     number, _ = cfg.hot_pool_of(pool)
     request = jnp.broadcast_to(
         jnp.arange(cfg.requests, dtype=jnp.int32)[:, None], (cfg.requests, cfg.queries)

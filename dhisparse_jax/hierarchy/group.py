@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.append import append_keys, append_row
 from dhisparse_jax.hierarchy.plan import plan
 from dhisparse_jax.hierarchy.retrieve import retrieve
@@ -29,7 +30,17 @@ class OpenGroup:
 def open_group(
     state: HierarchyState, cfg: HierarchyConfig, pool: int, index: IndexInputs
 ) -> OpenGroup:
-    """Select for the T new tokens of every request, and bring what they selected to the device."""
+    """Select for the T new tokens of every request, and bring what they selected to the device.
+
+    A query sees every position up to its own, itself included; the score of a position is
+    `sum_h weights_h * relu(query_h . key)`. Run it under `jit`, with the state donated.
+
+    Args:
+        state: the hierarchy.
+        cfg: its sizes.
+        pool: which group, counted from 0.
+        index: what the group's indexer computed for the new tokens.
+    """
     with jax.named_scope("append"):
         state = append_keys(state, cfg, pool, index.keys)
     with jax.named_scope("select"):
@@ -60,8 +71,15 @@ def attend(
         query: absorbed queries.
 
     Returns:
-        The attended values (zeros for inactive requests), and the group to go on with.
+        The attended values `softmax(scale * query . row) . row[:value_width]` over the selected
+        rows (zeros for inactive requests), and the group to go on with.
+
+    Raises:
+        UserError: the pool has no such layer, or rows or queries have another width than they must.
     """
+    if query.shape[-1] != cfg.geometry.row.width:
+        width = cfg.geometry.row.width
+        raise UserError(f"a query has {query.shape[-1]} numbers; rows have {width}")
     with jax.named_scope("append"):
         state = append_row(group.state, cfg, pool, layer, row)
     number, _ = cfg.hot_pool_of(pool)
