@@ -8,20 +8,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from bench.ops import index_scores, sparse_attention
+from bench.ops import index_scores
 from bench.ops.index_scores import IndexScores
-from bench.ops.sparse_attention import SparseAttention
-from pallas_kernels.common.rows import unpack
 from pallas_kernels.index_scores import cases as index_cases
 from pallas_kernels.index_scores import reference as index_reference
 from pallas_kernels.index_scores import triton as index_triton
-from pallas_kernels.sparse_attention import cases as sparse_cases
-from pallas_kernels.sparse_attention import reference as sparse_reference
-from pallas_kernels.sparse_attention import triton as sparse_triton
 
 Tree = Any
 """A pytree of arrays."""
@@ -45,7 +39,7 @@ class Variant:
         prepare: turns operands, or the arrays of a call, into what the variant wants.
     """
 
-    case: SparseAttention | IndexScores
+    case: IndexScores
     label: str
     call: Operation
     exact: Operation
@@ -54,67 +48,6 @@ class Variant:
     small_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     prepare: Callable[[Tree], Tree] = lambda operands: operands
-
-
-def attention(*, small: bool) -> Iterator[Variant]:
-    """Of sparse attention: at 128 requests the pipeline, at 16 the parts of a selection."""
-    tuning = sparse_triton.Tuning
-    one, eight, few = SparseAttention(), SparseAttention(queries=8), SparseAttention(requests=16)
-    for case, variant in [
-        (one, tuning()),
-        (one, tuning(warps=4)),
-        (one, tuning(block=32, stages=4)),
-        (one, tuning(splits=2)),
-        (eight, tuning()),
-        (few, tuning(splits=8)),
-        (few, tuning(splits=4)),
-    ]:
-        yield _attention(case, variant, small=small)
-    # Rows that are bf16 already: tells whether it is the typing of words that fails or costs.
-    yield dataclasses.replace(
-        _attention(one, tuning(), small=small), label="rows of bf16", prepare=_numbers
-    )
-
-
-def _numbers(given: tuple[Tree, Array, Tree]) -> tuple[Tree, Array, Tree]:
-    """Operands of sparse attention with rows of numbers instead of words."""
-    query, slots, location = given
-    return query, jax.jit(partial(unpack, dtype=jnp.bfloat16))(slots), location
-
-
-def _attention(case: SparseAttention, tuning: sparse_triton.Tuning, *, small: bool) -> Variant:
-    case = case.small() if small else case
-    inputs = sparse_cases.glm(
-        requests=3,
-        queries=2,
-        heads=case.heads,
-        top_k=512,
-        slots=2048,
-        selected=(512, 300, 0),
-        layer=1,
-    )
-    return Variant(
-        case=case,
-        label=_label(tuning),
-        call=partial(sparse_triton.sparse_attention, tuning=tuning, interpret=small),
-        exact=_exact_attention,
-        step=sparse_attention.step,
-        small=tuple(jnp.asarray(array) for array in inputs[:3]),
-        small_options=_options(inputs),
-        options=case.options,
-    )
-
-
-def _options(inputs: sparse_cases.Inputs) -> dict[str, Any]:
-    return {name: getattr(inputs, name) for name in inputs._fields[3:7]}
-
-
-def _exact_attention(
-    query: Float[Array, "R T H width"],
-    *rest: Array,
-    **options: Any,  # noqa: ANN401  # the options of the operation
-) -> tuple[Array, Array]:
-    return sparse_reference.sparse_attention(query.astype(jnp.float32), *rest, **options)
 
 
 def scores(*, small: bool) -> Iterator[Variant]:
@@ -156,17 +89,9 @@ def _exact_scores(queries: Array, weights: Array, keys: Array, visible: Array) -
 def float32(*, small: bool) -> Iterator[Variant]:
     """The default kernels on float32 operands; only checked, their production size is not built."""
     yield _scores(IndexScores(queries=2), index_triton.default_tuning(2, 4), "float32", small=small)
-    sizes = {"heads": 16, "width": 160, "value_width": 128}
-    inputs = sparse_cases.random(queries=2, top_k=300, slots=600, selected=(300, 31), **sizes)
-    tuning = sparse_triton.default_tuning(4, 300, 4)
-    yield dataclasses.replace(
-        _attention(SparseAttention(), tuning, small=small),
-        small=tuple(jnp.asarray(array) for array in inputs[:3]),
-        small_options=_options(inputs),
-    )
 
 
-def _label(tuning: sparse_triton.Tuning | index_triton.Tuning) -> str:
+def _label(tuning: index_triton.Tuning) -> str:
     """Where a tuning differs from the defaults of its class."""
     usual = dataclasses.asdict(type(tuning)())
     changed = {
@@ -176,6 +101,5 @@ def _label(tuning: sparse_triton.Tuning | index_triton.Tuning) -> str:
 
 
 VARIANTS: dict[str, Callable[..., Iterator[Variant]]] = {
-    "sparse_attention": attention,
     "index_scores": scores,
 }

@@ -4,14 +4,25 @@ from typing import Literal
 
 import jax
 
-Backend = Literal["reference", "triton"]
-"""reference: exact jnp, any device that can address the operands. triton: Pallas-Triton, GPU."""
+Backend = Literal["reference", "triton", "mosaic"]
+"""reference: exact jnp, any device that can address the operands. triton: Pallas-Triton, any CUDA
+GPU. mosaic: Pallas Mosaic GPU, Hopper."""
 
 HOST_OPERATIONS = ("retrieve", "backup")
 """Operations that address host memory; the others work on device arrays only."""
 
-TRITON_OPERATIONS = (*HOST_OPERATIONS, "index_scores", "plan", "sparse_attention", "top_k")
-"""Operations with a Triton kernel."""
+GPU_KERNELS: dict[str, Backend] = {
+    "retrieve": "triton",
+    "backup": "triton",
+    "index_scores": "triton",
+    "plan": "triton",
+    "top_k": "triton",
+    "sparse_attention": "mosaic",
+}
+"""The GPU kernel of each operation; there is one."""
+
+HOPPER = "9.0"
+"""Compute capability that the Mosaic kernels are written for."""
 
 
 def default_backend(operation: str, platform: str | None = None) -> Backend:
@@ -22,8 +33,8 @@ def default_backend(operation: str, platform: str | None = None) -> Backend:
             for that, since plain jnp would copy whole pools there.
     """
     platform = platform or jax.default_backend()
-    if operation in TRITON_OPERATIONS and platform in ("gpu", "cuda"):
-        return "triton"
+    if operation in GPU_KERNELS and platform in ("gpu", "cuda"):
+        return GPU_KERNELS[operation]
     if operation not in HOST_OPERATIONS or platform == "cpu":
         return "reference"
     raise NotImplementedError(f"{operation} has no kernel for {platform}; run on cpu or gpu")
@@ -38,15 +49,29 @@ def resolve(operation: str, backend: Backend | None, *, refusal: str | None) -> 
     Args:
         operation: name of the operation.
         backend: the implementation that the caller named, if any.
-        refusal: why the Triton kernel cannot take these operands, from its `supports`; None if
-            it can.
+        refusal: why the GPU kernel cannot take these operands, from its `supports`; None if it can.
 
     Raises:
         NotImplementedError: if the named implementation cannot take the operands; with the reason.
     """
     chosen = backend or default_backend(operation)
-    if chosen != "triton" or refusal is None:
+    if chosen == "reference":
+        return chosen
+    if chosen != GPU_KERNELS.get(operation):
+        raise NotImplementedError(f"{operation} has no {chosen} kernel")
+    refusal = refusal or _device_refusal(chosen)
+    if refusal is None:
         return chosen
     if backend is None and operation not in HOST_OPERATIONS:
         return "reference"
-    raise NotImplementedError(f"the Triton kernel of {operation} cannot run this: {refusal}")
+    raise NotImplementedError(f"the {chosen} kernel of {operation} cannot run this: {refusal}")
+
+
+def _device_refusal(backend: Backend) -> str | None:
+    """Why the GPU that JAX runs on cannot run a kernel; None if it can, or if JAX runs elsewhere."""
+    if backend != "mosaic" or jax.default_backend() != "gpu":
+        return None
+    capability = jax.devices()[0].compute_capability
+    if capability == HOPPER:
+        return None
+    return f"it is for compute capability {HOPPER}, and this GPU has {capability}"

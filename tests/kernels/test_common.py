@@ -92,7 +92,7 @@ def test_typed_view_is_unpack_where_nothing_but_xla_reads_it(dtype, interpret):
 @pytest.mark.parametrize(
     ("operation", "platform", "backend"),
     [
-        ("sparse_attention", "cuda", "triton"),
+        ("sparse_attention", "cuda", "mosaic"),
         ("index_scores", "gpu", "triton"),
         ("retrieve", "gpu", "triton"),
         ("plan", "gpu", "triton"),

@@ -1,0 +1,340 @@
+"""The first stage of sparse attention on Hopper: selected rows to shared memory, as bfloat16.
+
+A block of rows lies in shared memory as the matrix units read it: tiles of 8 rows by 64 numbers,
+1,024 bytes each, row tile after row tile; within a tile, the 16-byte chunks of row r are permuted
+by `chunk ^ r`, which keeps every access free of bank conflicts (the 128-byte swizzle).
+
+A warpgroup moves 16 rows per pass: eight CUDA threads share a row and take every eighth chunk.
+
+    thread 27 = row 3 of the pass, chunk 3: writes chunk 3 ^ 3 = 0 of row 3 in each tile
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+from pallas_kernels.common.mosaic import (
+    SCALAR,
+    WARPGROUP,
+    Ref,
+    address,
+    integer,
+    ptx,
+    ptx_if,
+    scalar,
+    thread_index,
+    wide,
+)
+from pallas_kernels.common.scaled_rows import ScaledRow
+
+BLOCK = 64
+"""Rows of a block."""
+TILE = 64
+"""Numbers of a row in a tile."""
+TILE_BYTES = 1024
+CHUNK = 16
+"""Bytes that a CUDA thread moves at once."""
+PER_ROW = 8
+"""CUDA threads that share a row."""
+ROWS_PER_PASS = WARPGROUP // PER_ROW
+PASSES = BLOCK // ROWS_PER_PASS
+TRANSFORMS = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
+IDS = plgpu.Layout.WG_STRIDED((PASSES * WARPGROUP,), vec_size=1)
+"""Layout of the slots of a block: each CUDA thread has those of its row in every pass."""
+LESS = arith.CmpIPredicate.ult
+
+
+class Rows(NamedTuple):
+    """Where a row is in its record.
+
+    Attributes:
+        record_bytes: from one record to the next.
+        offset: first byte of the row in a record; a multiple of 16.
+        width: numbers of a row.
+        scaled: the format, if the row is not just bfloat16.
+    """
+
+    record_bytes: int
+    offset: int
+    width: int
+    scaled: ScaledRow | None
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that hold a row."""
+        return -(-self.width // TILE)
+
+
+def init_arrivals(arrived: Ref, stages: int) -> None:
+    """Set up an mbarrier per stage on which every CUDA thread of one warpgroup arrives.
+
+    They are our own, since those of Pallas cannot be reached from inline code, and only inline code
+    can let a copy arrive by itself when it is done.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def init(_: Any, ref: Any) -> None:
+        first = arith.cmpi(arith.CmpIPredicate.eq, thread_index(), integer(0))
+        for stage in range(stages):
+            barrier = arith.addi(address(ref, 32), integer(8 * stage))
+            ptx_if(first, f"mbarrier.init.shared::cta.b64 [$1], {WARPGROUP};", "r", barrier)
+        mgpu.utils.warpgroup_barrier()
+
+    init(arrived)
+
+
+def wait_arrival(arrived: Ref, stage: jax.Array, parity: jax.Array) -> None:
+    """Wait until a stage is filled, and let the matrix units see what was written.
+
+    The fence is the reader's, since a copy that arrives by itself has no writer that could fence.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+    def wait(_: Any, ref: Any, stage: Any, parity: Any) -> None:
+        ptx(
+            "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+            "@p bra DONE; bra WAIT; DONE: fence.proxy.async.shared::cta; }",
+            "r,r",
+            _barrier(ref, stage),
+            scalar(parity),
+        )
+
+    wait(arrived, stage, parity)
+
+
+def load_slots(location: Ref) -> jax.Array:
+    """The slots of a block in the layout IDS."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((PASSES * WARPGROUP,), jnp.int32, layout=IDS),
+    )
+    def load(_: Any, ref: Any) -> Any:
+        row = arith.divui(thread_index(), integer(PER_ROW))
+        registers = []
+        for number in range(PASSES):
+            place = arith.addi(row, integer(number * ROWS_PER_PASS))
+            slot = memref.load(ref, [arith.index_castui(ir.IndexType.get(), place)])
+            registers.append(vector.broadcast(ir.VectorType.get((1,), slot.type), slot))
+        return mgpu.FragmentedArray(
+            _registers=np.array(registers, dtype=object), _layout=IDS.to_mgpu(), _is_signed=True
+        )
+
+    return load(location)
+
+
+def fill_stage(
+    slots: Ref,
+    ids: jax.Array,
+    rows_smem: Ref,
+    arrived: Ref,
+    stage: jax.Array,
+    rows: Rows,
+) -> None:
+    """Bring the rows of a block to a stage, and arrive there: at once or when copies are done.
+
+    Args:
+        slots: records in global memory.
+        ids: from `load_slots`; NO_SLOT makes a row of zeros and reads nothing.
+        rows_smem: where the block goes.
+        arrived: the mbarriers.
+        stage: which of them.
+        rows: where rows are.
+    """
+    move = _copy_rows if rows.scaled is None else _expand_rows
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            IDS,
+            plgpu.RefType(TRANSFORMS),
+            plgpu.RefType(),
+            SCALAR,
+        )
+    )
+    def fill(_: Any, slots_ref: Any, ids: Any, target_ref: Any, arrived_ref: Any, at: Any) -> None:
+        source = arith.addi(address(slots_ref, 64), integer(rows.offset, 64))
+        place = _place(address(target_ref, 32), rows.tiles)
+        live, starts = [], []
+        for register in ids.registers:
+            slot = vector.extract(register, dynamic_position=[], static_position=[0])
+            live.append(arith.cmpi(arith.CmpIPredicate.sge, slot, integer(0)))
+            record = arith.muli(wide(arith.maxsi(slot, integer(0))), integer(rows.record_bytes, 64))
+            starts.append(arith.addi(source, record))
+        move(live, starts, place, rows)
+        how = "cp.async.mbarrier.arrive.noinc" if rows.scaled is None else "mbarrier.arrive"
+        result = "" if rows.scaled is None else "_, "
+        ptx(f"{how}.shared::cta.b64 {result}[$0];", "r", _barrier(arrived_ref, at))
+
+    fill(slots, ids, rows_smem, arrived, stage)
+
+
+def _barrier(ref: Any, stage: Any) -> Any:
+    return arith.addi(address(ref, 32), arith.muli(scalar(stage), integer(8)))
+
+
+class _Place(NamedTuple):
+    """The CUDA thread's place in a pass.
+
+    Attributes:
+        lane: which of the eight threads of its row.
+        line: row within its tile.
+        first: address of the row in its first tile.
+        tiles: of a row.
+    """
+
+    lane: Any
+    line: Any
+    first: Any
+    tiles: int
+
+    def chunk(self, number: int, tile: int | Any, chunk: Any) -> Any:
+        """Address of a chunk of its row in a pass."""
+        swizzled = arith.muli(arith.xori(chunk, self.line), integer(CHUNK))
+        if isinstance(tile, int):
+            offset = integer((number * 2 * self.tiles + tile) * TILE_BYTES)
+        else:
+            offset = arith.addi(
+                arith.muli(tile, integer(TILE_BYTES)),
+                integer(number * 2 * self.tiles * TILE_BYTES),
+            )
+        return arith.addi(self.first, arith.addi(swizzled, offset))
+
+
+def _place(target: Any, tiles: int) -> _Place:
+    row = arith.divui(thread_index(), integer(PER_ROW))
+    line = arith.remui(row, integer(8))
+    row_tile = arith.muli(arith.divui(row, integer(8)), integer(tiles * TILE_BYTES))
+    first = arith.addi(target, arith.addi(row_tile, arith.muli(line, integer(128))))
+    return _Place(arith.remui(thread_index(), integer(PER_ROW)), line, first, tiles)
+
+
+def _copy_rows(live: list[Any], starts: list[Any], place: _Place, rows: Rows) -> None:
+    """bfloat16 rows: bytes to bytes, without a register. What is not there becomes zero."""
+    column = arith.muli(place.lane, integer(CHUNK))
+    for number, (there, start) in enumerate(zip(live, starts, strict=True)):
+        source = arith.addi(start, wide(column))
+        for tile in range(rows.tiles):
+            left = 2 * rows.width - 128 * tile
+            inside = there
+            if left < 2 * TILE:
+                inside = arith.andi(there, arith.cmpi(LESS, column, integer(left)))
+            ptx(
+                "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
+                "r,l,r",
+                place.chunk(number, tile, place.lane),
+                arith.addi(source, integer(128 * tile, 64)),
+                arith.select(inside, integer(CHUNK), integer(0)),
+            )
+
+
+def _expand_rows(live: list[Any], starts: list[Any], place: _Place, rows: Rows) -> None:
+    """Scaled rows: loaded, multiplied in float32, rounded to bfloat16 once, and stored."""
+    row = rows.scaled
+    assert row is not None
+    loaded = [_load_scaled(*each, place, row) for each in zip(live, starts, strict=True)]
+    for number, (scales, heads, rest) in enumerate(loaded):
+        for turn, words in enumerate(heads):
+            chunk = arith.addi(place.lane, integer(turn * PER_ROW))
+            store = _store_expanded(place, number, chunk, row)
+            store(words, _scale_of(scales, chunk, turn, row))
+        ptx(
+            "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
+            "r,r,r,r,r",
+            place.chunk(number, row.quantised // TILE, place.lane),
+            *rest,
+        )
+    ptx("fence.proxy.async.shared::cta;", "")
+
+
+def _load_scaled(
+    live: Any, start: Any, place: _Place, row: ScaledRow
+) -> tuple[list[Any], list[list[Any]], list[Any]]:
+    """Words of the scales, of each chunk of e4m3 numbers, and of the rest, of one row."""
+    column = wide(arith.muli(place.lane, integer(CHUNK)))
+    turns = -(-row.quantised // (CHUNK * PER_ROW))
+    heads = []
+    for turn in range(turns):
+        at = integer(turn * CHUNK * PER_ROW, 64)
+        there = live
+        if (turn + 1) * CHUNK * PER_ROW > row.quantised:
+            chunks = row.quantised // CHUNK - turn * PER_ROW
+            there = arith.andi(live, arith.cmpi(LESS, place.lane, integer(chunks)))
+        heads.append(_load_words(there, arith.addi(arith.addi(start, column), at), 4))
+    rest = arith.addi(arith.addi(start, column), integer(row.rest_bytes[0], 64))
+    scales = arith.addi(start, integer(row.scale_byte, 64))
+    count = 4 if row.scale == "float32" else 2
+    return _load_words(live, scales, count), heads, _load_words(live, rest, 4)
+
+
+def _load_words(live: Any, source: Any, count: int) -> list[Any]:
+    """So many words from global memory; zeros, and nothing read, if not live."""
+    flag = arith.extui(ir.IntegerType.get_signless(32), live)
+    names = ", ".join(f"${number}" for number in range(count))
+    zeros = " ".join(f"mov.b32 ${number}, 0;" for number in range(count))
+    return ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} "
+        f"@p ld.global.L1::no_allocate.v{count}.b32 {{{names}}}, [${count}]; }}",
+        ",".join(["=&r"] * count + ["l", "r"]),
+        source,
+        flag,
+        results=count,
+    )
+
+
+def _scale_of(scales: list[Any], chunk: Any, turn: int, row: ScaledRow) -> Any:
+    """The float32 scale of a chunk."""
+    if row.scale == "float32":
+        bits = scales[turn * CHUNK * PER_ROW // row.group]
+    else:
+        group = arith.divui(chunk, integer(row.group // CHUNK))
+        word = arith.select(arith.cmpi(LESS, group, integer(4)), scales[0], scales[1])
+        shift = arith.muli(arith.remui(group, integer(4)), integer(8))
+        bits = arith.shli(arith.andi(arith.shrui(word, shift), integer(255)), integer(23))
+    return arith.bitcast(ir.F32Type.get(), bits)
+
+
+def _store_expanded(
+    place: _Place, number: int, chunk: Any, row: ScaledRow
+) -> Callable[[list[Any], Any], None]:
+    """Store sixteen numbers as two chunks of bfloat16."""
+    per_tile = TILE // CHUNK
+    tile = arith.divui(chunk, integer(per_tile))
+    half = arith.muli(arith.remui(chunk, integer(per_tile)), integer(2))
+
+    def store(words: list[Any], scale: Any) -> None:
+        inside = arith.cmpi(LESS, chunk, integer(row.quantised // CHUNK))
+        for part in range(2):
+            pairs = [
+                pair for word in words[2 * part : 2 * part + 2] for pair in _expand(word, scale)
+            ]
+            at = place.chunk(number, tile, arith.addi(half, integer(part)))
+            ptx_if(inside, "st.shared.v4.b32 [$1], {$2, $3, $4, $5};", "r,r,r,r,r", at, *pairs)
+
+    return store
+
+
+def _expand(word: Any, scale: Any) -> list[Any]:
+    """Four e4m3 numbers as two words of two bfloat16 each."""
+    two = (
+        "cvt.rn.f16x2.e4m3x2 u, {half}; mov.b32 {{a, b}}, u; "
+        "cvt.f32.f16 x, a; cvt.f32.f16 y, b; mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3; "
+        "cvt.rn.bf16x2.f32 {result}, y, x; "
+    )
+    return ptx(
+        "{ .reg .b16 l, h, a, b; .reg .b32 u; .reg .f32 x, y; mov.b32 {l, h}, $2; "
+        + two.format(half="l", result="$0")
+        + two.format(half="h", result="$1")
+        + "}",
+        "=&r,=&r,r,f",
+        word,
+        scale,
+        results=2,
+    )
