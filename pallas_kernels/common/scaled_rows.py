@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from pallas_kernels.common.rows import WORD_BYTES
 
 E4M3_MAX = 448.0
-E8M0_BIAS = 127
+E8M0_BIAS, E8M0_NAN = 127, 255
 LEAST_SCALE = 2.0**-120
 """Of a group: zeros get it too, so that nothing is divided by zero."""
 
@@ -95,8 +95,8 @@ def encode(values: Float[Array, "*n width"], row: ScaledRow) -> Int[Array, "*n w
     scale = jnp.maximum(jnp.abs(groups).max(axis=-1) / E4M3_MAX, LEAST_SCALE)
     if row.scale == "e8m0":
         exponent = jnp.ceil(jnp.log2(scale)).astype(jnp.int32)
-        scale = _power_of_two(exponent + E8M0_BIAS)
-        stored = (exponent + E8M0_BIAS).astype(jnp.uint8)
+        stored = jnp.where(jnp.isfinite(scale), exponent + E8M0_BIAS, E8M0_NAN).astype(jnp.uint8)
+        scale = _power_of_two(stored.astype(jnp.int32))
     else:
         stored = _bytes(scale)
     scaled = jnp.clip(groups / scale[..., None], -E4M3_MAX, E4M3_MAX)

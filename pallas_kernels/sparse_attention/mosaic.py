@@ -46,6 +46,7 @@ from pallas_kernels.sparse_attention.mosaic_rows import (
     fill_stage,
     init_arrivals,
     load_slots,
+    prefetch_rows,
     wait_arrival,
 )
 
@@ -87,7 +88,7 @@ class Registers(NamedTuple):
     sum: int
 
 
-COPYING = Registers(fetch=48, weigh=128, sum=168)
+COPYING = Registers(fetch=56, weigh=120, sum=168)
 EXPANDING = Registers(fetch=88, weigh=104, sum=160)
 STARTING = 128
 """Registers with which every CUDA thread of four warpgroups starts."""
@@ -330,20 +331,24 @@ def _block(ref: Ref, number: Int[Array, ""]) -> Ref:
 
 
 def _fetch(slots_ref: Ref, location_ref: Ref, memory: Memory, spec: Spec) -> None:
-    """Fill one stage after the other. Slot ids are read before the wait for a free stage."""
+    """Fill one stage after the other. Slot ids are read a block ahead."""
 
-    def fetch_block(number: Int[Array, ""], _: tuple[()]) -> tuple[()]:
+    last = spec.blocks - 1
+
+    def fetch_block(number: Int[Array, ""], ids: Int[Array, " ids"]) -> Int[Array, " ids"]:
         stage = lax.rem(number, STAGES)
-        ids = load_slots(_block(location_ref, number))
+        following = load_slots(_block(location_ref, jnp.minimum(number + 1, last)))
+        if spec.rows.scaled:
+            prefetch_rows(slots_ref, following, spec.rows)
 
         @pl.when(number >= STAGES)
         def _wait_until_free() -> None:
             plgpu.barrier_wait(memory.rows_free.at[stage])
 
         fill_stage(slots_ref, ids, memory.rows_smem.at[stage], memory.arrived, stage, spec.rows)
-        return ()
+        return following
 
-    lax.fori_loop(0, spec.blocks, fetch_block, ())
+    lax.fori_loop(0, spec.blocks, fetch_block, load_slots(_block(location_ref, jnp.int32(0))))
 
 
 class Softmax(NamedTuple):
