@@ -2,53 +2,68 @@
 
 Duplicates are found through the dense map. A position without a hot slot has NO_SLOT there, so its
 entry is free to be claimed: of all places in the selection that name it the first one leaves its
-code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written again before the end.
+code (below NO_SLOT), by an atomic minimum. Every entry with a code is written again before the end.
+
+Two launches, since requests share nothing but the arrays that hold them (slots of their pages,
+their rows of the map). The first has no order in it and spreads over the whole device; the second
+is one program per request, whose stages wait for each other at barriers instead of launches.
 
 1. look up  each place of the selection: hot slot (marked as used), tail slot, or neither
-   claim    XLA's scatter-minimum, for what is not hot
-2. survey   first places per block, by their codes; the age of each slot that the request holds
-3. victims  the rank of the least age among the victims, by bisection; their slots in order
-4. fill     every miss gets a slot; the tables forget the victims; codes of tail positions go
-5. locate   what missed: its new slot. And the retiring positions get theirs
-6. forget   the codes of staged positions go (where the step can have some)
+   claim    what is not hot
+2. number   the first places of misses, in order; codes of tail positions go
+   survey   the age of every slot that the request holds
+   hand out the rank of the least age among the victims, by bisection; every victim goes to its
+            miss, and the tables forget what it held
+   locate   every place of a miss: its new slot. And retiring positions get what is left
+   stage    misses without a victim get staging slots, and their codes go
 
-One program is a block of one request, but for `victims`, where a request is a program. Traffic:
-selection, tail slots and locations once or twice each, one sector per look-up, ages of the held
-slots about ten times from L1. Each kernel waits for the one before it: launches are a large part
-of the time for few requests. What would have to change when Pallas-Triton goes: nothing here needs
-more than loads, stores, sums and scans.
+Traffic: selections are read three times, locations written once or twice and read twice, one
+sector per look-up (again for what is not hot), two words per held slot and then its age about ten
+times, from L1. Latency of the second launch, in round trips to L2 of 0.5 to 1 us that wait for each
+other: numbering 2 and a scan per block, survey 3, a sum per bit of the ages' range (0.3 us: L1),
+handing out 2 and a scan per block, locating 2; then nothing is left to wait for. Stages without
+work (no miss, no victim, nothing staged) are loops of no rounds.
+
+Why reading what another thread wrote is right: plain stores and loads only meet within one program
+of the second launch, and `debug_barrier` between them is bar.sync, which orders all accesses of the
+threads that take part in it for each other, L1 included (they are of one block of threads, and no
+load is of the non-coherent kind). The atomics are alone in the first launch, where a look-up that
+sees a code and one that sees NO_SLOT do the same. Between launches everything is visible.
+
+What would have to change when Pallas-Triton goes: nothing here needs more than loads, stores, one
+atomic, sums and scans.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.plan.triton_blocks import (
-    EMPTY,
-    NOT_HELD,
-    Block,
-    First,
-    Found,
-    Launch,
+    Asked,
+    Begun,
+    Kept,
+    Lookup,
+    Made,
     Sizes,
+    Touched,
     Tuning,
-    block_of,
+    barrier,
     gather,
-    gather_slots,
-    launch_kernel,
+    gather_positions,
+    launch,
     only,
     place_code,
+    put,
+    rank_code,
     scatter,
     scatter_slots,
-    staged_code,
     store_block,
 )
-from pallas_kernels.plan.triton_victims import held_blocks, held_slots, victims_of
+from pallas_kernels.plan.triton_victims import hand_out, survey
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
 
 
@@ -85,363 +100,258 @@ def plan(
         max_pages=wanted.pages.shape[1],
         paged=tables.position.shape[0],
         tuning=tuning or Tuning(),
+        interpret=interpret,
     )
-    selection = wanted.selection.reshape(requests, -1)
-    step = wanted.step.reshape(1)
-    launch = functools.partial(launch_kernel, sizes, interpret)
-    location, claim, tables = _look_up(launch, sizes, selection, wanted.tail_slot, step, tables)
-    tables = tables._replace(slot_of=_claim(tables.slot_of, claim, sizes.places))
-    first, ages = _survey(launch, sizes, selection, location, wanted.pages, step, tables)
-    victims, retire_rank, found = victims_of(launch, sizes, first, ages, wanted, tables.slot_of)
-    staging = wanted.staging if sizes.staging else jnp.full((requests, 1), NO_SLOT, jnp.int32)
-    fetch, tables = _fill(
-        launch, sizes, selection, location, first, victims, found, staging, step, tables
-    )
-    location, retire, tables = _locate(
-        launch, sizes, selection, location, victims, retire_rank, wanted, staging, tables
-    )
-    if sizes.staging:
-        tables = _forget_staged(launch, sizes, fetch[0], found, tables)
+    kept = _look_up(wanted, tables, sizes)
+    kept, made = _settle(wanted, kept, sizes)
     result = PlanResult(
-        location=location.reshape(wanted.selection.shape),
-        fetch_position=fetch[0],
-        fetch_slot=fetch[1],
-        retire_position=retire[0],
-        retire_slot=retire[1],
-        counts=PlanCounts(
-            selected=found.hit + found.tail + found.fetched,
-            hit=found.hit,
-            tail=found.tail,
-            fetched=found.fetched,
-            staged=jnp.maximum(found.fetched - found.victims, 0),
-        ),
+        location=kept.location.reshape(wanted.selection.shape),
+        fetch_position=kept.fetch_position,
+        fetch_slot=kept.fetch_slot,
+        retire_position=made.retire_position,
+        retire_slot=made.retire_slot,
+        counts=PlanCounts(made.selected, made.hit, made.tail, made.fetched, made.staged),
     )
-    return result, tables
+    return result, PlanTables(kept.slot_of, kept.position, kept.mark)
 
 
-def _put(
-    tables: tuple[jax.Ref, jax.Ref, jax.Ref],
-    row: jax.Array,
-    content: tuple[jax.Array, jax.Array, jax.Array],
-    step: jax.Array,
-) -> None:
-    """Put positions into slots where live: forget what the slots held, record what they hold."""
-    slot_of_ref, position_ref, mark_ref = tables
-    position, slot, live = content
-    old = gather_slots(position_ref, slot, live)
-    scatter(slot_of_ref, row, old, NO_SLOT, old >= 0)
-    scatter(slot_of_ref, row, position, slot, live)
-    scatter_slots(position_ref, slot, position, live)
-    scatter_slots(mark_ref, slot, step, live)
+# 1. Look up
 
 
-# 1. Look up, and claim
-
-
-def _look_up(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    tail_slot: Int[Array, "R T K"],
-    step: Int[Array, " 1"],
-    tables: PlanTables,
-) -> tuple[Int[Array, "R U"], Int[Array, "R U"], PlanTables]:
-    """Hot or tail slot of each place, what it claims, and the tables with the hits marked."""
-    shape = selection.shape
-    location, claim, mark = launch(
+def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> Kept:
+    """Hot or tail slot of every place; the tables with hits marked and positions claimed."""
+    shape = sizes.requests, sizes.places
+    touched, begun = launch(
         _look_up_kernel,
-        (selection, tail_slot.reshape(shape), tables.slot_of, step, tables.mark),
-        (shape, shape, tables.mark.shape),
-        blocks=sizes.blocks,
-        in_place={4: 2},
+        sizes,
+        Lookup(
+            selection=wanted.selection.reshape(shape),
+            tail_slot=wanted.tail_slot.reshape(shape),
+            slot_of=tables.slot_of,
+            step=wanted.step.reshape(1),
+        ),
+        Touched(tables.mark),
+        Begun(shape, shape, shape, shape),
+        blocks=pl.cdiv(sizes.places, sizes.look_block),
+        warps=sizes.tuning.look_warps,
     )
-    return location, claim, tables._replace(mark=mark)
+    return Kept(
+        location=begun.location,
+        fetch_position=begun.fetch_position,
+        fetch_slot=begun.fetch_slot,
+        slot_of=_claim(tables.slot_of, begun.claim),
+        position=tables.position,
+        mark=touched.mark,
+    )
 
 
 def _look_up_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    tail_ref: jax.Ref,  # [R, U]
-    slot_of_ref: jax.Ref,  # [R, C]
-    step_ref: jax.Ref,  # [1]
-    _: jax.Ref,  # [slots]
-    location_ref: jax.Ref,  # [R, U]
-    claim_ref: jax.Ref,  # [R, U]
-    mark_ref: jax.Ref,  # [slots]
-    *,
-    sizes: Sizes,
+    asked: Lookup, _: Touched, touched: Touched, begun: Begun, *, sizes: Sizes
 ) -> None:
-    here = block_of(sizes)
-    row, place, inside = here.row, here.place, here.inside
-    position = gather(selection_ref, row, place, inside)
-    tail = gather(tail_ref, row, place, position >= 0)
-    slot = gather(slot_of_ref, row, position, position >= 0)
+    row, block = pl.program_id(0), pl.program_id(1)
+    place = block * sizes.look_block + jnp.arange(sizes.look_block, dtype=jnp.int32)
+    inside = place < sizes.places
+    position = gather_positions(asked.selection, row, place, sizes)
+    tail = gather(asked.tail_slot, row, place, position >= 0)
+    slot = gather(asked.slot_of, row, position, position >= 0)
     hot = slot >= 0
-    scatter_slots(mark_ref, slot, only(step_ref), hot)
-    store_block(location_ref, row, place, jnp.where(hot, slot, tail), inside)
-    nothing = sizes.requests * sizes.capacity
-    claim = jnp.where((position >= 0) & ~hot, row * sizes.capacity + position, nothing)
-    store_block(claim_ref, row, place, claim, inside)
+    scatter_slots(touched.mark, slot, only(asked.step), hot)
+    store_block(begun.location, row, place, jnp.where(hot, slot, tail), inside)
+    entry, nothing = row * sizes.capacity + position, sizes.requests * sizes.capacity
+    claim = jnp.where((position >= 0) & ~hot, entry, nothing)
+    store_block(begun.claim, row, place, claim, inside)
+    store_block(begun.fetch_position, row, place, NO_SLOT, inside)
+    store_block(begun.fetch_slot, row, place, NO_SLOT, inside)
 
 
-def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"], places: int) -> Int[Array, "R C"]:
+def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "R C"]:
     """Of the places that claim an entry of the flat map, the first leaves its code there."""
+    places = claim.shape[1]
     codes = place_code(jnp.arange(places, dtype=jnp.int32), places)
     codes = jnp.broadcast_to(codes, claim.shape).reshape(-1)
     flat = slot_of.reshape(-1).at[claim.reshape(-1)].min(codes, mode="drop")
     return flat.reshape(slot_of.shape)
 
 
-def _first_places(
-    block: Block, refs: tuple[jax.Ref, jax.Ref, jax.Ref], sizes: Sizes
-) -> tuple[jax.Array, Bool[Array, " block"], Bool[Array, " block"]]:
-    """Positions of a block; the first places of missing positions, and of those in the tail.
+# 2. Settle
 
-    A place that did not claim, or came later, finds another value than its code in the map.
+
+def _settle(
+    wanted: PlanInput, kept: Kept, sizes: Sizes
+) -> tuple[Kept, Made]:
+    """The plan, and scratch."""
+    count, retiring = (sizes.requests,), (sizes.requests, sizes.retiring)
+    return launch(
+        _settle_kernel,
+        sizes,
+        Asked(
+            selection=wanted.selection.reshape(sizes.requests, sizes.places),
+            retiring=wanted.retiring,
+            staging=wanted.staging if sizes.staging else None,
+            pages=wanted.pages,
+            step=wanted.step.reshape(1),
+        ),
+        kept,
+        Made(
+            retire_position=retiring,
+            retire_slot=retiring,
+            selected=count,
+            hit=count,
+            tail=count,
+            fetched=count,
+            staged=count,
+            ages=(sizes.requests, sizes.slot_blocks * sizes.tuning.slots),
+            spare=retiring,
+        ),
+        warps=sizes.tuning.warps,
+    )
+
+
+def _settle_kernel(
+    asked: Asked,
+    _: Kept,
+    kept: Kept,
+    made: Made,
+    *,
+    sizes: Sizes,
+) -> None:
+    row = pl.program_id(0)
+    missing, tail = _number(asked, kept, row, sizes)
+    retiring, rank, count = _rank_retiring(asked, kept, row, sizes)
+    slots = survey(asked, kept, made, row, sizes)
+    victims = jnp.minimum(missing + count, slots.free)
+    barrier(sizes)  # positions to fetch, their codes, ages
+    hand_out(asked, kept, made, row, slots, missing, victims, sizes)
+    barrier(sizes)  # slots of positions, spare victims
+    _locate(asked, kept, row, missing, victims, sizes)
+    _retire(asked, kept, made, row, retiring, rank, victims - missing)
+    barrier(sizes)  # codes of staged positions have been read
+    _stage(asked, kept, row, missing, victims, sizes)
+    plgpu.store(made.selected.at[row], slots.used + tail + missing)
+    plgpu.store(made.hit.at[row], slots.used)
+    plgpu.store(made.tail.at[row], tail)
+    plgpu.store(made.fetched.at[row], missing)
+    plgpu.store(made.staged.at[row], jnp.maximum(missing - victims, 0))
+
+
+def _block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
+    """A block of places."""
+    return number * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+
+
+def _number(
+    asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes
+) -> tuple[jax.Array, jax.Array]:
+    """Number the misses by their first places; how many there are, and positions in the tail.
+
+    A place that did not claim, or came later, finds another value than its code in the map: also
+    after the first place has replaced it.
     """
-    selection_ref, location_ref, slot_of_ref = refs
-    row, _, place, inside = block
-    position = gather(selection_ref, row, place, inside)
-    location = gather(location_ref, row, place, inside)
-    claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
-    code = gather(slot_of_ref, row, position, claimed)
-    first = claimed & (code == place_code(place, sizes.places))
-    return position, first & (location < 0), first & (location >= 0)
+
+    def number(block: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        place = _block(block, sizes)
+        position = gather_positions(asked.selection, row, place, sizes)
+        location = gather(kept.location, row, place, position >= 0)
+        claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
+        code = gather(kept.slot_of, row, position, claimed)
+        first = claimed & (code == place_code(place, sizes.places))
+        missing = first & (location < 0)
+        # One scan counts both: tail positions in the high half of a word.
+        one = jnp.where(missing, 1, jnp.where(first, 1 << 16, 0)).astype(jnp.int32)
+        rank = before[0] + ((jnp.cumsum(one, dtype=jnp.int32) - one) & 0xFFFF)
+        scatter(kept.fetch_position, row, rank, position, missing)
+        code = jnp.where(missing, rank_code(rank, sizes.places), NO_SLOT)
+        scatter(kept.slot_of, row, position, code, first)
+        total = jnp.sum(one)
+        return before[0] + (total & 0xFFFF), before[1] + (total >> 16)
+
+    zero = jnp.int32(0)
+    return lax.fori_loop(0, sizes.blocks, number, (zero, zero))
 
 
-# 2. Survey
-
-
-def _survey(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    location: Int[Array, "R U"],
-    pages: Int[Array, "R Pmax"],
-    step: Int[Array, " 1"],
-    tables: PlanTables,
-) -> tuple[First, Int[Array, "R slots"]]:
-    """First places per block, and the age of every slot by page list."""
-    counts = (sizes.requests, sizes.blocks)
-    missing, tail, ages = launch(
-        _survey_kernel,
-        (selection, location, pages, step, *tables),
-        (counts, counts, (sizes.requests, sizes.slot_blocks * sizes.tuning.slots)),
-        blocks=max(sizes.blocks, sizes.slot_blocks),
-    )
-    return First(missing, tail), ages
-
-
-def _survey_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    location_ref: jax.Ref,  # [R, U]
-    pages_ref: jax.Ref,  # [R, Pmax]
-    step_ref: jax.Ref,  # [1]
-    slot_of_ref: jax.Ref,  # [R, C]
-    position_ref: jax.Ref,  # [slots]
-    mark_ref: jax.Ref,  # [slots]
-    missing_ref: jax.Ref,  # [R, blocks]
-    tail_ref: jax.Ref,  # [R, blocks]
-    ages_ref: jax.Ref,  # [R, slot_blocks * slots]
-    *,
-    sizes: Sizes,
-) -> None:
-    block = block_of(sizes)
-    row = block.row
-
-    @pl.when(block.number < sizes.blocks)
-    def _count_first_places() -> None:
-        refs = selection_ref, location_ref, slot_of_ref
-        _, missing, tail = _first_places(block, refs, sizes)
-        plgpu.store(missing_ref.at[row, block.number], jnp.sum(missing.astype(jnp.int32)))
-        plgpu.store(tail_ref.at[row, block.number], jnp.sum(tail.astype(jnp.int32)))
-
-    @pl.when(block.number < held_blocks(pages_ref, row, sizes))
-    def _age_slots() -> None:
-        number, slot, held = held_slots(pages_ref, row, block.number, sizes)
-        empty = gather_slots(position_ref, slot, held) < 0
-        unused = only(step_ref) - gather_slots(mark_ref, slot, held)
-        age = jnp.where(empty, EMPTY, jnp.clip(unused, 0, EMPTY - 1))
-        store_block(ages_ref, row, number, jnp.where(held, age, NOT_HELD), number >= 0)
-
-
-def _fill(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    location: Int[Array, "R U"],
-    first: First,
-    victims: Int[Array, "R n"],
-    found: Found,
-    staging: Int[Array, "R G"],
-    step: Int[Array, " 1"],
-    tables: PlanTables,
-) -> tuple[tuple[Int[Array, "R U"], Int[Array, "R U"]], PlanTables]:
-    """What is fetched into which slot, and the tables with it."""
-    operands = (selection, location, first.missing, victims, found.fetched, found.victims)
-    shape = selection.shape
-    *fetch, slot_of, position, mark = launch(
-        _fill_kernel,
-        (*operands, staging, step, *tables),
-        (shape, shape, *(table.shape for table in tables)),
-        blocks=sizes.blocks,
-        in_place={8: 2, 9: 3, 10: 4},
-    )
-    return (fetch[0], fetch[1]), PlanTables(slot_of, position, mark)
-
-
-def _fill_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    location_ref: jax.Ref,  # [R, U]
-    missing_ref: jax.Ref,  # [R, blocks]
-    victims_ref: jax.Ref,  # [R, U + Q]
-    fetched_ref: jax.Ref,  # [R]
-    count_ref: jax.Ref,  # [R]
-    staging_ref: jax.Ref,  # [R, G]
-    step_ref: jax.Ref,  # [1]
-    _slot_of_ref: jax.Ref,
-    _position_ref: jax.Ref,
-    _mark_ref: jax.Ref,
-    fetch_position_ref: jax.Ref,  # [R, U]
-    fetch_slot_ref: jax.Ref,  # [R, U]
-    slot_of_ref: jax.Ref,  # [R, C]
-    position_ref: jax.Ref,  # [slots]
-    mark_ref: jax.Ref,  # [slots]
-    *,
-    sizes: Sizes,
-) -> None:
-    row, number, place, inside = block = block_of(sizes)
-    refs = selection_ref, location_ref, slot_of_ref
-    position, missing, tail = _first_places(block, refs, sizes)
-    other = jnp.arange(pl.next_power_of_2(sizes.blocks), dtype=jnp.int32)
-    earlier = gather(missing_ref, row, other, other < number)
-    one = missing.astype(jnp.int32)
-    rank = jnp.sum(jnp.maximum(earlier, 0)) + jnp.cumsum(one, dtype=jnp.int32) - one
-    victims = plgpu.load(count_ref.at[row])
-    hot = missing & (rank < victims)
-    overflow = rank - victims
-    staged = missing & (overflow >= 0)
-    slot = jnp.where(
-        staged,
-        gather(staging_ref, row, overflow, staged & (overflow < sizes.staging)),
-        gather(victims_ref, row, rank, hot),
-    )
-    scatter(fetch_position_ref, row, rank, position, missing)
-    scatter(fetch_slot_ref, row, rank, slot, missing)
-    beyond = inside & (place >= plgpu.load(fetched_ref.at[row]))
-    store_block(fetch_position_ref, row, place, NO_SLOT, beyond)
-    store_block(fetch_slot_ref, row, place, NO_SLOT, beyond)
-    scatter(slot_of_ref, row, position, NO_SLOT, tail)
-    code = jnp.where(overflow < sizes.staging, staged_code(overflow, sizes.places), NO_SLOT)
-    scatter(slot_of_ref, row, position, code, staged)
-    tables = slot_of_ref, position_ref, mark_ref
-    _put(tables, row, (position, slot, hot), only(step_ref))
-
-
-# 5. Locate, and retire
+def _rank_retiring(
+    asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes
+) -> tuple[Int[Array, " Q"], Int[Array, " Q"], jax.Array]:
+    """Retiring positions, numbers of those without a hot slot (else NO_SLOT), and their count."""
+    place = jnp.arange(pl.next_power_of_2(sizes.retiring), dtype=jnp.int32)
+    position = gather_positions(asked.retiring, row, place, sizes)
+    cold = (position >= 0) & (gather(kept.slot_of, row, position, position >= 0) < 0)
+    one = cold.astype(jnp.int32)
+    rank = jnp.cumsum(one, dtype=jnp.int32) - 1
+    return position, jnp.where(cold, rank, NO_SLOT), jnp.sum(one)
 
 
 def _locate(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    location: Int[Array, "R U"],
-    victims: Int[Array, "R n"],
-    retire_rank: Int[Array, "R Q"],
-    wanted: PlanInput,
-    staging: Int[Array, "R G"],
-    tables: PlanTables,
-) -> tuple[Int[Array, "R U"], tuple[Int[Array, "R Q"], Int[Array, "R Q"]], PlanTables]:
-    """Where the missing records will be, and where the retiring ones go."""
-    operands = (selection, staging, victims, wanted.retiring, retire_rank, wanted.step.reshape(1))
-    retiring = wanted.retiring.shape
-    location, slot_of, position, mark, *retire = launch(
-        _locate_kernel,
-        (*operands, location, *tables),
-        (location.shape, *(table.shape for table in tables), retiring, retiring),
-        blocks=sizes.blocks,
-        in_place={6: 0, 7: 1, 8: 2, 9: 3},
-    )
-    return location, (retire[0], retire[1]), PlanTables(slot_of, position, mark)
-
-
-def _locate_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    staging_ref: jax.Ref,  # [R, G]
-    victims_ref: jax.Ref,  # [R, U + Q]
-    retiring_ref: jax.Ref,  # [R, Q]
-    retire_rank_ref: jax.Ref,  # [R, Q]
-    step_ref: jax.Ref,  # [1]
-    _location_ref: jax.Ref,
-    _slot_of_ref: jax.Ref,
-    _position_ref: jax.Ref,
-    _mark_ref: jax.Ref,
-    location_ref: jax.Ref,  # [R, U]
-    slot_of_ref: jax.Ref,  # [R, C]
-    position_ref: jax.Ref,  # [slots]
-    mark_ref: jax.Ref,  # [slots]
-    retire_position_ref: jax.Ref,  # [R, Q]
-    retire_slot_ref: jax.Ref,  # [R, Q]
-    *,
+    asked: Asked,
+    kept: Kept,
+    row: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
     sizes: Sizes,
 ) -> None:
-    row, block, place, inside = block_of(sizes)
-    position = gather(selection_ref, row, place, inside)
-    missing = (position >= 0) & (gather(location_ref, row, place, inside) < 0)
-    slot = gather(slot_of_ref, row, position, missing)
-    number = staged_code(slot, sizes.places)  # its own inverse
-    staged = missing & (slot < NO_SLOT) & (number < sizes.staging)
-    slot = jnp.where(slot < 0, gather(staging_ref, row, number, staged), slot)
-    store_block(location_ref, row, place, slot, missing)
+    """Tell every place of a miss its new slot."""
 
-    # No place of any block reads what this writes: retiring positions are not missing, and a
-    # victim is not selected.
-    @pl.when(block == 0)
-    def _retire() -> None:
-        place = jnp.arange(pl.next_power_of_2(sizes.retiring), dtype=jnp.int32)
-        inside = place < sizes.retiring
-        rank = gather(retire_rank_ref, row, place, inside)
-        live = rank >= 0
-        position = gather(retiring_ref, row, place, live)
-        slot = gather(victims_ref, row, rank, live)
-        store_block(retire_position_ref, row, place, position, inside)
-        store_block(retire_slot_ref, row, place, slot, inside)
-        tables = slot_of_ref, position_ref, mark_ref
-        _put(tables, row, (position, slot, live), only(step_ref))
+    def locate(block: jax.Array, _: None) -> None:
+        place = _block(block, sizes)
+        position = gather_positions(asked.selection, row, place, sizes)
+        live = (position >= 0) & (gather(kept.location, row, place, position >= 0) < 0)
+        slot = gather(kept.slot_of, row, position, live)
+        number = rank_code(slot, sizes.places) - victims
+        staged = _staging(asked, row, number, live & (slot < 0), sizes)
+        store_block(kept.location, row, place, jnp.where(slot < 0, staged, slot), live)
+
+    lax.fori_loop(0, sizes.blocks * (missing > 0).astype(jnp.int32), locate, None)
 
 
-# 6. Forget
+def _staging(
+    asked: Asked, row: jax.Array, number: jax.Array, live: jax.Array, sizes: Sizes
+) -> jax.Array:
+    """Staging slots by number where live; NO_SLOT beyond the last."""
+    if asked.staging is None:
+        return jnp.full_like(number, NO_SLOT)
+    return gather(asked.staging, row, number, live & (number < sizes.staging))
 
 
-def _forget_staged(
-    launch: Launch,
-    sizes: Sizes,
-    fetch_position: Int[Array, "R U"],
-    found: Found,
-    tables: PlanTables,
-) -> PlanTables:
-    """The map without the codes of staged positions."""
-    (slot_of,) = launch(
-        _forget_kernel,
-        (fetch_position, found.fetched, found.victims, tables.slot_of),
-        (tables.slot_of.shape,),
-        blocks=sizes.blocks,
-        in_place={3: 0},
-    )
-    return tables._replace(slot_of=slot_of)
+def _retire(
+    asked: Asked,
+    kept: Kept,
+    made: Made,
+    row: jax.Array,
+    position: Int[Array, " Q"],
+    rank: Int[Array, " Q"],
+    spare: jax.Array,
+) -> None:
+    """Retiring positions get the spare victims, while they last.
+
+    `_locate` reads none of the entries that this writes: retiring positions are not missing, and a
+    victim is not selected.
+    """
+    place = jnp.arange(position.shape[0], dtype=jnp.int32)
+    live = (rank >= 0) & (rank < spare)
+    slot = gather(made.spare, row, rank, live)
+    inside = place < made.spare.shape[1]
+    store_block(made.retire_position, row, place, jnp.where(live, position, NO_SLOT), inside)
+    store_block(made.retire_slot, row, place, slot, inside)
+    put(kept, row, (position, slot, live), only(asked.step))
 
 
-def _forget_kernel(
-    fetch_position_ref: jax.Ref,  # [R, U]
-    fetched_ref: jax.Ref,  # [R]
-    count_ref: jax.Ref,  # [R]
-    _: jax.Ref,
-    slot_of_ref: jax.Ref,  # [R, C]
-    *,
+def _stage(
+    asked: Asked,
+    kept: Kept,
+    row: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
     sizes: Sizes,
 ) -> None:
-    here = block_of(sizes)
-    row, place, inside = here.row, here.place, here.inside
-    staged = inside & (place < plgpu.load(fetched_ref.at[row]))
-    staged = staged & (place >= plgpu.load(count_ref.at[row]))
-    position = gather(fetch_position_ref, row, place, staged)
-    scatter(slot_of_ref, row, position, NO_SLOT, staged)
+    """Staging slots for the misses that got no victim; the map forgets their codes."""
+
+    def stage(block: jax.Array, _: None) -> None:
+        number = _block(block, sizes)
+        rank = victims + number
+        live = rank < missing
+        scatter(kept.fetch_slot, row, rank, _staging(asked, row, number, live, sizes), live)
+        position = gather(kept.fetch_position, row, rank, live)
+        scatter(kept.slot_of, row, position, NO_SLOT, live)
+
+    blocks = (jnp.maximum(missing - victims, 0) + sizes.block - 1) // sizes.block
+    lax.fori_loop(0, blocks, stage, None)
