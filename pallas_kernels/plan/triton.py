@@ -2,14 +2,10 @@
 
 Duplicates are found through the dense map. A position without a hot slot has NO_SLOT there, so its
 entry is free to be claimed: of all places in the selection that name it the first one leaves its
-code (below NO_SLOT), by an atomic minimum. Every entry with a code is written again before the end.
-
-Two launches, since requests share nothing but the arrays that hold them (slots of their pages,
-their rows of the map). The first has no order in it and spreads over the whole device; the second
-is one program per request, whose stages wait for each other at barriers instead of launches.
+code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written again before the end.
 
 1. look up  each place of the selection: hot slot (marked as used), tail slot, or neither
-   claim    what is not hot
+   claim    XLA's scatter-minimum, for what is not hot
 2. number   the first places of misses, in order; codes of tail positions go
    survey   the age of every slot that the request holds
    hand out the rank of the least age among the victims, by bisection; every victim goes to its
@@ -17,21 +13,27 @@ is one program per request, whose stages wait for each other at barriers instead
    locate   every place of a miss: its new slot. And retiring positions get what is left
    stage    misses without a victim get staging slots, and their codes go
 
+Three launches. Looking up and claiming know no order and spread over the device. The rest is one
+program per request, since requests share nothing but the arrays that hold them (slots of their own
+pages, their own row of the map): its stages wait for each other at barriers instead of launches.
+
 Traffic: selections are read three times, locations written once or twice and read twice, one
-sector per look-up (again for what is not hot), two words per held slot and then its age about ten
-times, from L1. Latency of the second launch, in round trips to L2 of 0.5 to 1 us that wait for each
-other: numbering 2 and a scan per block, survey 3, a sum per bit of the ages' range (0.3 us: L1),
-handing out 2 and a scan per block, locating 2; then nothing is left to wait for. Stages without
-work (no miss, no victim, nothing staged) are loops of no rounds.
+sector per look-up and again for what is not hot, two words per held slot, and its age once per bit
+of the range of ages. Latency of the program of a request, in steps that wait for each other: a
+round trip to L2 is 0.5 to 1 us, a scan or sum over its threads 0.2 to 0.5 us, and a block of places
+or slots takes two round trips and a scan to number, three round trips to survey (blocks overlap),
+two and a scan to hand out, two to locate; a halving of the ages is a read of L1 and a sum. For
+T 8 and K 2048 (two blocks of places, two of slots, ten bits) that makes 20 to 30 us, however many
+requests there are. Stages without work (no miss, no victim, nothing staged) are loops of no rounds.
 
-Why reading what another thread wrote is right: plain stores and loads only meet within one program
-of the second launch, and `debug_barrier` between them is bar.sync, which orders all accesses of the
-threads that take part in it for each other, L1 included (they are of one block of threads, and no
-load is of the non-coherent kind). The atomics are alone in the first launch, where a look-up that
-sees a code and one that sees NO_SLOT do the same. Between launches everything is visible.
+Why a thread reads what another one wrote: writing and reading of the same array in one launch
+happens within one program of the second, with `barrier` between. That is bar.sync, which orders all
+accesses of its threads for each other; they share one L1, and no load is of the non-coherent kind.
+Look-up only reads the map, and the atomics of the claims are a launch of their own.
 
-What would have to change when Pallas-Triton goes: nothing here needs more than loads, stores, one
-atomic, sums and scans.
+What would have to change when Pallas-Triton goes: nothing here needs more than loads, stores, sums
+and scans. An atomic minimum in the look-up would save the launch of the claims, but Pallas-Triton
+lowers that for numbers, not for blocks of integers.
 """
 
 import jax
@@ -41,7 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.ids import NO_SLOT, masked
 from pallas_kernels.plan.triton_blocks import (
     Asked,
     Begun,
@@ -152,7 +154,7 @@ def _look_up_kernel(
     place = block * sizes.look_block + jnp.arange(sizes.look_block, dtype=jnp.int32)
     inside = place < sizes.places
     position = gather_positions(asked.selection, row, place, sizes)
-    tail = gather(asked.tail_slot, row, place, position >= 0)
+    tail = masked(gather(asked.tail_slot, row, place, inside), position >= 0)
     slot = gather(asked.slot_of, row, position, position >= 0)
     hot = slot >= 0
     scatter_slots(touched.mark, slot, only(asked.step), hot)
@@ -176,9 +178,10 @@ def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "
 # 2. Settle
 
 
-def _settle(
-    wanted: PlanInput, kept: Kept, sizes: Sizes
-) -> tuple[Kept, Made]:
+Pair = tuple[jax.Array, jax.Array]
+
+
+def _settle(wanted: PlanInput, kept: Kept, sizes: Sizes) -> tuple[Kept, Made]:
     """The plan, and scratch."""
     count, retiring = (sizes.requests,), (sizes.requests, sizes.retiring)
     return launch(
@@ -239,19 +242,19 @@ def _block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
     return number * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
 
 
-def _number(
-    asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes
-) -> tuple[jax.Array, jax.Array]:
+def _number(asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
     """Number the misses by their first places; how many there are, and positions in the tail.
 
     A place that did not claim, or came later, finds another value than its code in the map: also
     after the first place has replaced it.
     """
 
-    def number(block: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def number(
+        block: jax.Array, before: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         place = _block(block, sizes)
         position = gather_positions(asked.selection, row, place, sizes)
-        location = gather(kept.location, row, place, position >= 0)
+        location = gather(kept.location, row, place, place < sizes.places)
         claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
         code = gather(kept.slot_of, row, position, claimed)
         first = claimed & (code == place_code(place, sizes.places))
@@ -278,7 +281,7 @@ def _rank_retiring(
     cold = (position >= 0) & (gather(kept.slot_of, row, position, position >= 0) < 0)
     one = cold.astype(jnp.int32)
     rank = jnp.cumsum(one, dtype=jnp.int32) - 1
-    return position, jnp.where(cold, rank, NO_SLOT), jnp.sum(one)
+    return position, masked(rank, cold), jnp.sum(one)
 
 
 def _locate(
@@ -294,7 +297,8 @@ def _locate(
     def locate(block: jax.Array, _: None) -> None:
         place = _block(block, sizes)
         position = gather_positions(asked.selection, row, place, sizes)
-        live = (position >= 0) & (gather(kept.location, row, place, position >= 0) < 0)
+        location = gather(kept.location, row, place, place < sizes.places)
+        live = (position >= 0) & (location < 0)
         slot = gather(kept.slot_of, row, position, live)
         number = rank_code(slot, sizes.places) - victims
         staged = _staging(asked, row, number, live & (slot < 0), sizes)
@@ -330,7 +334,7 @@ def _retire(
     live = (rank >= 0) & (rank < spare)
     slot = gather(made.spare, row, rank, live)
     inside = place < made.spare.shape[1]
-    store_block(made.retire_position, row, place, jnp.where(live, position, NO_SLOT), inside)
+    store_block(made.retire_position, row, place, masked(position, live), inside)
     store_block(made.retire_slot, row, place, slot, inside)
     put(kept, row, (position, slot, live), only(asked.step))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.ids import NO_SLOT
 
