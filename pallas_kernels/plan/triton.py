@@ -27,9 +27,11 @@ T 8 and K 2048 (two blocks of places, two of slots, ten bits) that makes 20 to 3
 requests there are. Stages without work (no miss, no victim, nothing staged) are loops of no rounds.
 
 Why a thread reads what another one wrote: writing and reading of the same array in one launch
-happens within one program of the second, with `barrier` between. That is bar.sync, which orders all
+happens within one program of the last, with `barrier` between. That is bar.sync, which orders all
 accesses of its threads for each other; they share one L1, and no load is of the non-coherent kind.
-Look-up only reads the map, and the atomics of the claims are a launch of their own.
+There is a barrier between reading and writing the same entries, too: where a block is smaller than
+the program, several threads read each entry, and all must find the same. Look-up only reads the
+map, and the atomics of the claims are a launch of their own.
 
 What would have to change when Pallas-Triton goes: nothing here needs more than loads, stores, sums
 and scans. An atomic minimum in the look-up would save the launch of the claims, but Pallas-Triton
@@ -179,6 +181,7 @@ def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "
 
 
 Pair = tuple[jax.Array, jax.Array]
+"""Two numbers that a loop carries; or retiring positions and their numbers."""
 
 
 def _settle(wanted: PlanInput, kept: Kept, sizes: Sizes) -> tuple[Kept, Made]:
@@ -220,14 +223,14 @@ def _settle_kernel(
 ) -> None:
     row = pl.program_id(0)
     missing, tail = _number(asked, kept, row, sizes)
-    retiring, rank, count = _rank_retiring(asked, kept, row, sizes)
+    retiring, count = _rank_retiring(asked, kept, row, sizes)
     slots = survey(asked, kept, made, row, sizes)
     victims = jnp.minimum(missing + count, slots.free)
     barrier(sizes)  # positions to fetch, their codes, ages
     hand_out(asked, kept, made, row, slots, missing, victims, sizes)
     barrier(sizes)  # slots of positions, spare victims
     _locate(asked, kept, row, missing, victims, sizes)
-    _retire(asked, kept, made, row, retiring, rank, victims - missing)
+    _retire(asked, kept, made, row, retiring, victims - missing, sizes)
     barrier(sizes)  # codes of staged positions have been read
     _stage(asked, kept, row, missing, victims, sizes)
     plgpu.store(made.selected.at[row], slots.used + tail + missing)
@@ -257,6 +260,7 @@ def _number(asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes) -> tuple[jax
         location = gather(kept.location, row, place, place < sizes.places)
         claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
         code = gather(kept.slot_of, row, position, claimed)
+        barrier(sizes)
         first = claimed & (code == place_code(place, sizes.places))
         missing = first & (location < 0)
         # One scan counts both: tail positions in the high half of a word.
@@ -274,14 +278,14 @@ def _number(asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes) -> tuple[jax
 
 def _rank_retiring(
     asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes
-) -> tuple[Int[Array, " Q"], Int[Array, " Q"], jax.Array]:
+) -> tuple[Pair, jax.Array]:
     """Retiring positions, numbers of those without a hot slot (else NO_SLOT), and their count."""
     place = jnp.arange(pl.next_power_of_2(sizes.retiring), dtype=jnp.int32)
     position = gather_positions(asked.retiring, row, place, sizes)
     cold = (position >= 0) & (gather(kept.slot_of, row, position, position >= 0) < 0)
     one = cold.astype(jnp.int32)
     rank = jnp.cumsum(one, dtype=jnp.int32) - 1
-    return position, masked(rank, cold), jnp.sum(one)
+    return (position, masked(rank, cold)), jnp.sum(one)
 
 
 def _locate(
@@ -300,6 +304,7 @@ def _locate(
         location = gather(kept.location, row, place, place < sizes.places)
         live = (position >= 0) & (location < 0)
         slot = gather(kept.slot_of, row, position, live)
+        barrier(sizes)
         number = rank_code(slot, sizes.places) - victims
         staged = _staging(asked, row, number, live & (slot < 0), sizes)
         store_block(kept.location, row, place, jnp.where(slot < 0, staged, slot), live)
@@ -321,22 +326,23 @@ def _retire(
     kept: Kept,
     made: Made,
     row: jax.Array,
-    position: Int[Array, " Q"],
-    rank: Int[Array, " Q"],
+    retiring: Pair,
     spare: jax.Array,
+    sizes: Sizes,
 ) -> None:
     """Retiring positions get the spare victims, while they last.
 
     `_locate` reads none of the entries that this writes: retiring positions are not missing, and a
     victim is not selected.
     """
+    position, rank = retiring
     place = jnp.arange(position.shape[0], dtype=jnp.int32)
     live = (rank >= 0) & (rank < spare)
     slot = gather(made.spare, row, rank, live)
     inside = place < made.spare.shape[1]
     store_block(made.retire_position, row, place, masked(position, live), inside)
     store_block(made.retire_slot, row, place, slot, inside)
-    put(kept, row, (position, slot, live), only(asked.step))
+    put(kept, row, (position, slot, live), only(asked.step), sizes)
 
 
 def _stage(

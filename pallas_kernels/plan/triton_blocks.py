@@ -182,7 +182,7 @@ def launch(
 
 
 def barrier(sizes: Sizes) -> None:
-    """What any thread of this program has written, all of them read from here on."""
+    """All threads of this program have read what they read before, and see what any has written."""
     if not sizes.interpret:
         plgpu.debug_barrier()
 
@@ -239,10 +239,12 @@ def put(
     row: jax.Array,
     content: tuple[jax.Array, jax.Array, jax.Array],
     step: jax.Array,
+    sizes: Sizes,
 ) -> None:
     """Put positions into slots where live: forget what the slots held, record what they hold."""
     position, slot, live = content
     old = gather_slots(kept.position, slot, live)
+    barrier(sizes)
     scatter(kept.slot_of, row, old, NO_SLOT, old >= 0)
     scatter(kept.slot_of, row, position, slot, live)
     scatter_slots(kept.position, slot, position, live)

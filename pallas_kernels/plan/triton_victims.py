@@ -122,7 +122,7 @@ def hand_out(
         scatter(kept.fetch_slot, row, rank, slot, fetched)
         scatter(made.spare, row, rank - missing, slot, take & (rank >= missing))
         position = gather(kept.fetch_position, row, rank, fetched)
-        put(kept, row, (position, slot, fetched), step)
+        put(kept, row, (position, slot, fetched), step, sizes)
         return after
 
     zero = jnp.int32(0)
