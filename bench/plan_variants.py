@@ -36,8 +36,8 @@ PLAN_VARIANTS = {
     "16 warps, block 4096, slots 2048": plan_triton.Tuning(warps=16, block=4096, slots=2048),
     "block 4096": plan_triton.Tuning(block=4096),
     "block 16384": plan_triton.Tuning(block=16384),
-    "slots 2048": plan_triton.Tuning(slots=2048),
     "slots 8192": plan_triton.Tuning(slots=8192),
+    "moves 1024": plan_triton.Tuning(moves=1024),
     "look 512, 4 warps": plan_triton.Tuning(look_block=512, look_warps=4),
     "look 2048": plan_triton.Tuning(look_block=2048),
 }

@@ -8,9 +8,10 @@ code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written a
    claim    XLA's scatter-minimum, for what is not hot
 2. number   the first places of misses, in order; codes of tail positions go
    survey   the age of every slot that the request holds
-   hand out the rank of the least age among the victims, by bisection; every victim goes to its
-            miss, and the tables forget what it held
-   locate   every place of a miss: its new slot. And retiring positions get what is left
+   choose   the least age of a victim, by bisection; the victims by page list
+   fill     every victim goes to its miss, what is left to retiring positions, and the tables forget
+            what it held
+   locate   every place of a miss: its new slot
    stage    misses without a victim get staging slots, and their codes go
 
 Three launches. Looking up and claiming know no order and spread over the device. The rest is one
@@ -20,11 +21,13 @@ pages, their own row of the map): its stages wait for each other at barriers ins
 Traffic: selections are read three times, locations written once or twice and read twice, one
 sector per look-up and again for what is not hot, two words per held slot, and its age once per bit
 of the range of ages. Latency of the program of a request, in steps that wait for each other: a
-round trip to L2 is 0.5 to 1 us, a scan or sum over its threads 0.2 to 0.5 us, and a block of places
-or slots takes two round trips and a scan to number, three round trips to survey (blocks overlap),
-two and a scan to hand out, two to locate; a halving of the ages is a read of L1 and a sum. For
-T 8 and K 2048 (two blocks of places, two of slots, ten bits) that makes 20 to 30 us, however many
-requests there are. Stages without work (no miss, no victim, nothing staged) are loops of no rounds.
+round trip to L2 is 0.5 to 1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per
+8,192 lanes, live or not, since Triton moves its operands between threads first. A block of places
+takes two round trips, a scan and two scatters to number, two round trips to locate; a block of
+slots a read of L1 and a sum for each halving of the ages, a scan and one scatter to choose; a block
+of misses two round trips and four short scatters to fill. For T 8, K 2048 and 4 K slots (two blocks
+of places, two of slots, one of misses, ten bits) that makes about 25 us, however many requests
+there are. Stages without work (no miss, no victim, nothing staged) are loops of no rounds.
 
 Why a thread reads what another one wrote: writing and reading of the same array in one launch
 happens within one program of the last, with `barrier` between. That is bar.sync, which orders all
@@ -67,7 +70,7 @@ from pallas_kernels.plan.triton_blocks import (
     scatter_slots,
     store_block,
 )
-from pallas_kernels.plan.triton_victims import hand_out, survey
+from pallas_kernels.plan.triton_victims import choose, survey
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
 
 
@@ -207,7 +210,7 @@ def _settle(wanted: PlanInput, kept: Kept, sizes: Sizes) -> tuple[Kept, Made]:
             fetched=count,
             staged=count,
             ages=(sizes.requests, sizes.slot_blocks * sizes.tuning.slots),
-            spare=retiring,
+            victims=(sizes.requests, sizes.places + sizes.retiring),
         ),
         warps=sizes.tuning.warps,
     )
@@ -227,10 +230,12 @@ def _settle_kernel(
     slots = survey(asked, kept, made, row, sizes)
     victims = jnp.minimum(missing + count, slots.free)
     barrier(sizes)  # positions to fetch, their codes, ages
-    hand_out(asked, kept, made, row, slots, missing, victims, sizes)
-    barrier(sizes)  # slots of positions, spare victims
+    choose(asked, made, row, slots, victims, sizes)
+    barrier(sizes)  # victims
+    _fill(asked, kept, made, row, missing, victims, sizes)
+    _retire(asked, kept, made, row, retiring, missing, victims, sizes)
+    barrier(sizes)  # slots of positions
     _locate(asked, kept, row, missing, victims, sizes)
-    _retire(asked, kept, made, row, retiring, victims - missing, sizes)
     barrier(sizes)  # codes of staged positions have been read
     _stage(asked, kept, row, missing, victims, sizes)
     plgpu.store(made.selected.at[row], slots.used + tail + missing)
@@ -288,6 +293,39 @@ def _rank_retiring(
     return (position, masked(rank, cold)), jnp.sum(one)
 
 
+def _moves(number: jax.Array, sizes: Sizes) -> Int[Array, " moves"]:
+    """A block of numbers of misses."""
+    return number * sizes.tuning.moves + jnp.arange(sizes.tuning.moves, dtype=jnp.int32)
+
+
+def _rounds(count: jax.Array, sizes: Sizes) -> jax.Array:
+    """How many blocks of `_moves` hold `count` numbers; none if it is negative."""
+    return (jnp.maximum(count, 0) + sizes.tuning.moves - 1) // sizes.tuning.moves
+
+
+def _fill(
+    asked: Asked,
+    kept: Kept,
+    made: Made,
+    row: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
+    sizes: Sizes,
+) -> None:
+    """Misses take the first victims, and the tables say so."""
+    step, count = only(asked.step), jnp.minimum(missing, victims)
+
+    def fill(block: jax.Array, _: None) -> None:
+        rank = _moves(block, sizes)
+        live = rank < count
+        position = gather(kept.fetch_position, row, rank, live)
+        slot = gather(made.victims, row, rank, live)
+        store_block(kept.fetch_slot, row, rank, slot, live)
+        put(kept, row, (position, slot, live), step, sizes)
+
+    lax.fori_loop(0, _rounds(count, sizes), fill, None)
+
+
 def _locate(
     asked: Asked,
     kept: Kept,
@@ -327,19 +365,16 @@ def _retire(
     made: Made,
     row: jax.Array,
     retiring: Pair,
-    spare: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
     sizes: Sizes,
 ) -> None:
-    """Retiring positions get the spare victims, while they last.
-
-    `_locate` reads none of the entries that this writes: retiring positions are not missing, and a
-    victim is not selected.
-    """
+    """Retiring positions get the victims that no miss took, while they last."""
     position, rank = retiring
     place = jnp.arange(position.shape[0], dtype=jnp.int32)
-    live = (rank >= 0) & (rank < spare)
-    slot = gather(made.spare, row, rank, live)
-    inside = place < made.spare.shape[1]
+    live = (rank >= 0) & (missing + rank < victims)
+    slot = gather(made.victims, row, missing + rank, live)
+    inside = place < sizes.retiring
     store_block(made.retire_position, row, place, masked(position, live), inside)
     store_block(made.retire_slot, row, place, slot, inside)
     put(kept, row, (position, slot, live), only(asked.step), sizes)
@@ -356,12 +391,11 @@ def _stage(
     """Staging slots for the misses that got no victim; the map forgets their codes."""
 
     def stage(block: jax.Array, _: None) -> None:
-        number = _block(block, sizes)
+        number = _moves(block, sizes)
         rank = victims + number
         live = rank < missing
         scatter(kept.fetch_slot, row, rank, _staging(asked, row, number, live, sizes), live)
         position = gather(kept.fetch_position, row, rank, live)
         scatter(kept.slot_of, row, position, NO_SLOT, live)
 
-    blocks = (jnp.maximum(missing - victims, 0) + sizes.block - 1) // sizes.block
-    lax.fori_loop(0, blocks, stage, None)
+    lax.fori_loop(0, _rounds(missing - victims, sizes), stage, None)

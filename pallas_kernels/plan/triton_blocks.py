@@ -24,6 +24,7 @@ class Tuning(NamedTuple):
         look_warps: its warps.
         block: places that the program of a request settles together.
         slots: slots that it looks at together.
+        moves: misses to which it gives a slot together.
         warps: its warps.
     """
 
@@ -31,6 +32,7 @@ class Tuning(NamedTuple):
     look_warps: int = 8
     block: int = 8192
     slots: int = 4096
+    moves: int = 2048
     warps: int = 32
 
 
@@ -125,7 +127,7 @@ class Made(NamedTuple):
     fetched: Word  # [R]
     staged: Word  # [R]
     ages: Word  # [R, slot_blocks * slots]
-    spare: Word  # [R, Q]; victims that no miss takes
+    victims: Word  # [R, U + Q]
 
 
 Reads = TypeVar("Reads")

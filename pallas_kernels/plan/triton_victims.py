@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.common.triton_select import middle, ranks
+from pallas_kernels.common.triton_select import middle, ranks, taken
 from pallas_kernels.plan.triton_blocks import (
     Asked,
     Kept,
@@ -23,7 +23,6 @@ from pallas_kernels.plan.triton_blocks import (
     gather,
     gather_slots,
     only,
-    put,
     scatter,
     store_block,
 )
@@ -98,35 +97,34 @@ def _held_slots(
     return number, page * sizes.page_slots + lax.rem(number, sizes.page_slots), page >= 0
 
 
-def hand_out(
+def choose(
     asked: Asked,
-    kept: Kept,
     made: Made,
     row: jax.Array,
     found: Survey,
-    missing: jax.Array,
     count: jax.Array,
     sizes: Sizes,
 ) -> None:
-    """Victims by page list: misses take theirs first, and the tables say so; others are spare."""
+    """Write the slots of the `count` victims in the order of the page list."""
     offset = jnp.arange(sizes.tuning.slots, dtype=jnp.int32)
     ages = lambda block: plgpu.load(made.ages.at[row, block * sizes.tuning.slots + offset])
     low, high, above = _least_age(ages, sizes.tuning.slots, found, count)
-    step = only(asked.step)
+    ties = count - above
 
-    def give(block: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
+        block, *before = state
+        return (block < found.blocks) & (taken((before[0], before[1]), ties) < count)
+
+    def write(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        block, *before = state
         age = ages(block)
-        take, rank, after = ranks(age >= high, age >= low, count - above, before)
+        take, rank, after = ranks(age >= high, age >= low, ties, (before[0], before[1]))
         _, slot, _ = _held_slots(asked.pages, row, block, sizes)
-        fetched = take & (rank < missing)
-        scatter(kept.fetch_slot, row, rank, slot, fetched)
-        scatter(made.spare, row, rank - missing, slot, take & (rank >= missing))
-        position = gather(kept.fetch_position, row, rank, fetched)
-        put(kept, row, (position, slot, fetched), step, sizes)
-        return after
+        scatter(made.victims, row, rank, slot, take)
+        return block + 1, *after
 
     zero = jnp.int32(0)
-    lax.fori_loop(0, found.blocks * (count > 0).astype(jnp.int32), give, (zero, zero))
+    lax.while_loop(unfinished, write, (zero, zero, zero))
 
 
 def _least_age(
