@@ -6,13 +6,14 @@ code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written a
 
 1. look up  each place of the selection: hot slot (marked as used), tail slot, or neither
    claim    XLA's scatter-minimum, for what is not hot
-2. number   the first places of misses, in order; codes of tail positions go
+2. number   the first places, in order: of misses, and of what is in the tail
    survey   the age of every slot that the request holds
    choose   the least age of a victim, by bisection; the victims by page list
+   forget   the codes of what is in the tail
    fill     every victim goes to its miss, what is left to retiring positions, and the tables forget
-            what it held
+            what it held; misses without a victim get staging slots
    locate   every place of a miss: its new slot
-   stage    misses without a victim get staging slots, and their codes go
+   forget   the codes of what is staged
 
 Three launches. Looking up and claiming know no order and spread over the device. The rest is one
 program per request, since requests share nothing but the arrays that hold them (slots of their own
@@ -23,7 +24,7 @@ sector per look-up and again for what is not hot, two words per held slot, and i
 of the range of ages. Latency of the program of a request, in steps that wait for each other: a
 round trip to L2 is 0.5 to 1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per
 8,192 lanes, live or not, since Triton moves its operands between threads first. A block of places
-takes two round trips, a scan and two scatters to number, two round trips to locate; a block of
+takes two round trips, a scan and a scatter to number, two round trips to locate; a block of
 slots a read of L1 and a sum for each halving of the ages, a scan and one scatter to choose; a block
 of misses two round trips and four short scatters to fill. For T 8, K 2048 and 4 K slots (two blocks
 of places, two of slots, one of misses, ten bits) that makes about 25 us, however many requests
@@ -210,6 +211,7 @@ def _settle(wanted: PlanInput, kept: Kept, sizes: Sizes) -> tuple[Kept, Made]:
             fetched=count,
             staged=count,
             ages=(sizes.requests, sizes.slot_blocks * sizes.tuning.slots),
+            firsts=(sizes.requests, 2 * sizes.places),
             victims=(sizes.requests, sizes.places + sizes.retiring),
         ),
         warps=sizes.tuning.warps,
@@ -225,19 +227,21 @@ def _settle_kernel(
     sizes: Sizes,
 ) -> None:
     row = pl.program_id(0)
-    missing, tail = _number(asked, kept, row, sizes)
+    missing, tail = _number(asked, kept, made, row, sizes)
     retiring, count = _rank_retiring(asked, kept, row, sizes)
     slots = survey(asked, kept, made, row, sizes)
     victims = jnp.minimum(missing + count, slots.free)
-    barrier(sizes)  # positions to fetch, their codes, ages
+    barrier(sizes)  # first places, ages
     choose(asked, made, row, slots, victims, sizes)
-    barrier(sizes)  # victims
+    _forget(kept, made, row, sizes.places, tail, sizes)
+    barrier(sizes)  # victims, and what is in the tail and may retire has no code any more
     _fill(asked, kept, made, row, missing, victims, sizes)
     _retire(asked, kept, made, row, retiring, missing, victims, sizes)
+    _stage(asked, kept, made, row, missing, victims, sizes)
     barrier(sizes)  # slots of positions
     _locate(asked, kept, row, missing, victims, sizes)
     barrier(sizes)  # codes of staged positions have been read
-    _stage(asked, kept, row, missing, victims, sizes)
+    _forget(kept, made, row, victims, missing - victims, sizes)
     plgpu.store(made.selected.at[row], slots.used + tail + missing)
     plgpu.store(made.hit.at[row], slots.used)
     plgpu.store(made.tail.at[row], tail)
@@ -250,31 +254,26 @@ def _block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
     return number * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
 
 
-def _number(asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
-    """Number the misses by their first places; how many there are, and positions in the tail.
+def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) -> Pair:
+    """List the positions of misses by their first places, and those in the tail; count both.
 
-    A place that did not claim, or came later, finds another value than its code in the map: also
-    after the first place has replaced it.
+    A place that did not claim, or came later, finds another value than its code in the map.
     """
 
-    def number(
-        block: jax.Array, before: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def number(block: jax.Array, before: Pair) -> Pair:
         place = _block(block, sizes)
         position = gather_positions(asked.selection, row, place, sizes)
         location = gather(kept.location, row, place, place < sizes.places)
         claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
         code = gather(kept.slot_of, row, position, claimed)
-        barrier(sizes)
         first = claimed & (code == place_code(place, sizes.places))
         missing = first & (location < 0)
-        # One scan counts both: tail positions in the high half of a word.
+        # One scan counts both: positions in the tail in the high half of a word.
         one = jnp.where(missing, 1, jnp.where(first, 1 << 16, 0)).astype(jnp.int32)
-        rank = before[0] + ((jnp.cumsum(one, dtype=jnp.int32) - one) & 0xFFFF)
-        scatter(kept.fetch_position, row, rank, position, missing)
-        code = jnp.where(missing, rank_code(rank, sizes.places), NO_SLOT)
-        scatter(kept.slot_of, row, position, code, first)
-        total = jnp.sum(one)
+        ahead, total = jnp.cumsum(one, dtype=jnp.int32) - one, jnp.sum(one)
+        in_tail = sizes.places + before[1] + (ahead >> 16)
+        rank = jnp.where(missing, before[0] + (ahead & 0xFFFF), in_tail)
+        scatter(made.firsts, row, rank, position, first)
         return before[0] + (total & 0xFFFF), before[1] + (total >> 16)
 
     zero = jnp.int32(0)
@@ -318,45 +317,13 @@ def _fill(
     def fill(block: jax.Array, _: None) -> None:
         rank = _moves(block, sizes)
         live = rank < count
-        position = gather(kept.fetch_position, row, rank, live)
+        position = gather(made.firsts, row, rank, live)
         slot = gather(made.victims, row, rank, live)
+        store_block(kept.fetch_position, row, rank, position, live)
         store_block(kept.fetch_slot, row, rank, slot, live)
         put(kept, row, (position, slot, live), step, sizes)
 
     lax.fori_loop(0, _rounds(count, sizes), fill, None)
-
-
-def _locate(
-    asked: Asked,
-    kept: Kept,
-    row: jax.Array,
-    missing: jax.Array,
-    victims: jax.Array,
-    sizes: Sizes,
-) -> None:
-    """Tell every place of a miss its new slot."""
-
-    def locate(block: jax.Array, _: None) -> None:
-        place = _block(block, sizes)
-        position = gather_positions(asked.selection, row, place, sizes)
-        location = gather(kept.location, row, place, place < sizes.places)
-        live = (position >= 0) & (location < 0)
-        slot = gather(kept.slot_of, row, position, live)
-        barrier(sizes)
-        number = rank_code(slot, sizes.places) - victims
-        staged = _staging(asked, row, number, live & (slot < 0), sizes)
-        store_block(kept.location, row, place, jnp.where(slot < 0, staged, slot), live)
-
-    lax.fori_loop(0, sizes.blocks * (missing > 0).astype(jnp.int32), locate, None)
-
-
-def _staging(
-    asked: Asked, row: jax.Array, number: jax.Array, live: jax.Array, sizes: Sizes
-) -> jax.Array:
-    """Staging slots by number where live; NO_SLOT beyond the last."""
-    if asked.staging is None:
-        return jnp.full_like(number, NO_SLOT)
-    return gather(asked.staging, row, number, live & (number < sizes.staging))
 
 
 def _retire(
@@ -383,19 +350,67 @@ def _retire(
 def _stage(
     asked: Asked,
     kept: Kept,
+    made: Made,
     row: jax.Array,
     missing: jax.Array,
     victims: jax.Array,
     sizes: Sizes,
 ) -> None:
-    """Staging slots for the misses that got no victim; the map forgets their codes."""
+    """Misses that got no victim get staging slots, and leave their numbers in the map."""
 
     def stage(block: jax.Array, _: None) -> None:
         number = _moves(block, sizes)
         rank = victims + number
         live = rank < missing
-        scatter(kept.fetch_slot, row, rank, _staging(asked, row, number, live, sizes), live)
-        position = gather(kept.fetch_position, row, rank, live)
-        scatter(kept.slot_of, row, position, NO_SLOT, live)
+        position = gather(made.firsts, row, rank, live)
+        store_block(kept.fetch_position, row, rank, position, live)
+        store_block(kept.fetch_slot, row, rank, _staging(asked, row, number, live, sizes), live)
+        scatter(kept.slot_of, row, position, rank_code(rank, sizes.places), live)
 
     lax.fori_loop(0, _rounds(missing - victims, sizes), stage, None)
+
+
+def _staging(
+    asked: Asked, row: jax.Array, number: jax.Array, live: jax.Array, sizes: Sizes
+) -> jax.Array:
+    """Staging slots by number where live; NO_SLOT beyond the last."""
+    if asked.staging is None:
+        return jnp.full_like(number, NO_SLOT)
+    return gather(asked.staging, row, number, live & (number < sizes.staging))
+
+
+def _locate(
+    asked: Asked,
+    kept: Kept,
+    row: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
+    sizes: Sizes,
+) -> None:
+    """Tell every place of a miss its new slot."""
+
+    def locate(block: jax.Array, _: None) -> None:
+        place = _block(block, sizes)
+        position = gather_positions(asked.selection, row, place, sizes)
+        location = gather(kept.location, row, place, place < sizes.places)
+        live = (position >= 0) & (location < 0)
+        slot = gather(kept.slot_of, row, position, live)
+        barrier(sizes)
+        number = rank_code(slot, sizes.places) - victims
+        staged = _staging(asked, row, number, live & (slot < 0), sizes)
+        store_block(kept.location, row, place, jnp.where(slot < 0, staged, slot), live)
+
+    lax.fori_loop(0, sizes.blocks * (missing > 0).astype(jnp.int32), locate, None)
+
+
+def _forget(
+    kept: Kept, made: Made, row: jax.Array, start: jax.Array | int, count: jax.Array, sizes: Sizes
+) -> None:
+    """The map forgets the codes of a part of the first places."""
+
+    def forget(block: jax.Array, _: None) -> None:
+        number = _moves(block, sizes)
+        position = gather(made.firsts, row, start + number, number < count)
+        scatter(kept.slot_of, row, position, NO_SLOT, position >= 0)
+
+    lax.fori_loop(0, _rounds(count, sizes), forget, None)

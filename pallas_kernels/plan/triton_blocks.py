@@ -127,6 +127,7 @@ class Made(NamedTuple):
     fetched: Word  # [R]
     staged: Word  # [R]
     ages: Word  # [R, slot_blocks * slots]
+    firsts: Word  # [R, 2 U]; positions to fetch in order, and from U on those in the tail
     victims: Word  # [R, U + Q]
 
 
