@@ -168,6 +168,24 @@ def test_implementations_agree_in_every_entry(name):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.parametrize("implementation", RUN)
+def test_positions_outside_the_tables_are_as_no_slot(implementation):
+    wanted, tables, page_slots = CASES["verify"]()
+    capacity = tables.slot_of.shape[1]
+
+    def planned(*outside):
+        ids = jnp.array(outside, jnp.int32)
+        selection = wanted.selection.at[:, 1, : len(outside)].set(ids)
+        retiring = wanted.retiring.at[:, : len(outside)].set(ids)
+        given = wanted._replace(selection=selection, retiring=retiring)
+        return JITTED[implementation](given, tables, page_slots=page_slots)
+
+    result, after = planned(capacity, -7, 2**31 - 1)
+    jax.tree.map(np.testing.assert_array_equal, (result, after), planned(-1, -1, -1))
+    assert (result.location[:, 1, :3] == -1).all() and (result.retire_position == -1).all()
+    assert (result.location[:, 0] >= 0).any() and result.counts.fetched.sum() > 0
+
+
 REQUESTS, QUERIES, K, CAPACITY, PAGES, PAGE_SLOTS, TAIL = 2, 2, 6, 64, 4, 4, 4
 
 SELECTIONS = {
