@@ -43,10 +43,10 @@ from pallas_kernels.sparse_attention.mosaic_rows import (
     TILE,
     TRANSFORMS,
     Rows,
+    Stage,
     fill_stage,
     init_arrivals,
     load_slots,
-    prefetch_rows,
     wait_arrival,
 )
 
@@ -88,7 +88,7 @@ class Registers(NamedTuple):
     sum: int
 
 
-COPYING = Registers(fetch=56, weigh=120, sum=168)
+COPYING = Registers(fetch=64, weigh=112, sum=168)
 EXPANDING = Registers(fetch=88, weigh=104, sum=160)
 STARTING = 128
 """Registers with which every CUDA thread of four warpgroups starts."""
@@ -216,8 +216,8 @@ def _attend_parts(
             "query_smem": plgpu.SMEM((HEADS, width), jnp.bfloat16, transforms=TRANSFORMS),
             "rows_smem": plgpu.SMEM((STAGES, BLOCK, width), jnp.bfloat16, transforms=TRANSFORMS),
             "weights_smem": plgpu.SMEM((HEADS, BLOCK), jnp.bfloat16, transforms=TRANSFORMS),
-            # Per head the factor of earlier sums; then the mbarriers: an array each would be 1 KB.
-            "small_smem": plgpu.SMEM((2, HEADS), jnp.float32),
+            # Factors, mbarriers, slots of the stages: an array each would take a kilobyte each.
+            "small_smem": plgpu.SMEM((2 + STAGES, BLOCK), jnp.float32),
             "query_ready": plgpu.Barrier(num_arrivals=1),
             "rows_free": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             "weights_ready": plgpu.Barrier(num_arrivals=1),
@@ -256,7 +256,7 @@ class Memory(NamedTuple):
         query_smem: the queries of 64 heads.
         rows_smem: blocks of rows, one per stage.
         weights_smem: softmax weights of one block of rows.
-        small_smem: factors; `arrived`.
+        small_smem: `factor`, `arrived`, `slot`.
         query_ready: the queries are there.
         rows_free: both halves are summed: the stage may be filled again.
         weights_ready: weights and factors are there.
@@ -273,14 +273,18 @@ class Memory(NamedTuple):
     weights_free: Any
 
     @property
-    def factor(self) -> Any:
+    def factor(self) -> Ref:
         """What each head's sums are multiplied with before more is added; at the end 1 / total."""
         return self.small_smem.at[0]
 
     @property
-    def arrived(self) -> Any:
+    def arrived(self) -> Ref:
         """mbarriers: a stage is filled."""
         return self.small_smem.at[1]
+
+    def slot(self, stage: Int[Array, ""]) -> Ref:
+        """Slots of the rows in a stage, as bits: those that are NO_SLOT are masked."""
+        return self.small_smem.at[2 + stage]
 
 
 def _attend_kernel(
@@ -312,7 +316,7 @@ def _attend_kernel(
     def _weigh_role() -> None:
         _take_registers(spec.registers.weigh)
         plgpu.barrier_wait(memory.query_ready)
-        _weigh(location, starts_ref.at[heads], out[1], memory, spec, part)
+        _weigh(starts_ref.at[heads], out[1], memory, spec, part)
 
     for half in range(2):
 
@@ -331,24 +335,23 @@ def _block(ref: Ref, number: Int[Array, ""]) -> Ref:
 
 
 def _fetch(slots_ref: Ref, location_ref: Ref, memory: Memory, spec: Spec) -> None:
-    """Fill one stage after the other. Slot ids are read a block ahead."""
+    """Fill one stage after the other. Slots are read a block ahead."""
 
-    last = spec.blocks - 1
+    block = lambda number: _block(location_ref, jnp.minimum(number, spec.blocks - 1))
 
     def fetch_block(number: Int[Array, ""], ids: Int[Array, " ids"]) -> Int[Array, " ids"]:
         stage = lax.rem(number, STAGES)
-        following = load_slots(_block(location_ref, jnp.minimum(number + 1, last)))
-        if spec.rows.scaled:
-            prefetch_rows(slots_ref, following, spec.rows)
+        later = load_slots(block(number + 1))
 
         @pl.when(number >= STAGES)
         def _wait_until_free() -> None:
             plgpu.barrier_wait(memory.rows_free.at[stage])
 
-        fill_stage(slots_ref, ids, memory.rows_smem.at[stage], memory.arrived, stage, spec.rows)
-        return following
+        target = Stage(memory.rows_smem.at[stage], memory.slot(stage), memory.arrived)
+        fill_stage(slots_ref, block(number), (ids, later), target, stage, spec.rows)
+        return later
 
-    lax.fori_loop(0, spec.blocks, fetch_block, load_slots(_block(location_ref, jnp.int32(0))))
+    lax.fori_loop(0, spec.blocks, fetch_block, load_slots(block(jnp.int32(0))))
 
 
 class Softmax(NamedTuple):
@@ -364,7 +367,6 @@ class Softmax(NamedTuple):
 
 
 def _weigh(
-    location_ref: Ref,
     starts_ref: Ref,
     lse_ref: Ref,
     memory: Memory,
@@ -375,8 +377,8 @@ def _weigh(
 
     def weigh_block(number: Int[Array, ""], softmax: Softmax) -> Softmax:
         stage = lax.rem(number, STAGES)
-        slot = load(_block(location_ref, number), BY_ROW)
         wait_arrival(memory.arrived, stage, lax.rem(lax.div(number, STAGES), 2))
+        slot = lax.bitcast_convert_type(load(memory.slot(stage), BY_ROW), jnp.int32)
         logits = _logits(memory.query_smem, memory.rows_smem.at[stage], slot, spec.scale)
         weights, factor, softmax = _softmax(logits, softmax)
 

@@ -130,11 +130,25 @@ def load_slots(location: Ref) -> jax.Array:
     return load(location)
 
 
+class Stage(NamedTuple):
+    """Where a block goes.
+
+    Attributes:
+        rows: the rows, as the matrix units read them.
+        slot: their slots.
+        arrived: the mbarriers of all stages.
+    """
+
+    rows: Ref
+    slot: Ref
+    arrived: Ref
+
+
 def fill_stage(
     slots: Ref,
-    ids: jax.Array,
-    rows_smem: Ref,
-    arrived: Ref,
+    location: Ref,
+    ids: tuple[jax.Array, jax.Array],
+    target: Stage,
     stage: jax.Array,
     rows: Rows,
 ) -> None:
@@ -142,52 +156,45 @@ def fill_stage(
 
     Args:
         slots: records in global memory.
-        ids: from `load_slots`; NO_SLOT makes a row of zeros and reads nothing.
-        rows_smem: where the block goes.
-        arrived: the mbarriers.
-        stage: which of them.
+        location: the slots of the block in global memory.
+        ids: the same, from `load_slots`, and those of the next block. NO_SLOT makes a row of zeros
+            and reads nothing.
+        target: where the block goes.
+        stage: which stage that is.
         rows: where rows are.
     """
-    move = _copy_rows if rows.scaled is None else _expand_rows
+    ref = plgpu.RefType()
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            IDS,
-            plgpu.RefType(TRANSFORMS),
-            plgpu.RefType(),
-            SCALAR,
-        )
-    )
-    def fill(_: Any, slots_ref: Any, ids: Any, target_ref: Any, arrived_ref: Any, at: Any) -> None:
-        place = _place(address(target_ref, 32), rows.tiles)
+    @plgpu.inline_mgpu(arg_types=(ref, ref, IDS, IDS, plgpu.RefType(TRANSFORMS), ref, ref, SCALAR))
+    def fill(_: Any, *operands: Any) -> None:
+        slots_ref, location_ref, ids, later, rows_ref, slot_ref, arrived_ref, at = operands
+        barrier = _barrier(arrived_ref, at)
+        _copy_slots(address(slot_ref, 32), address(location_ref, 64))
+        place = _place(address(rows_ref, 32), rows.tiles)
         live, starts = _starts(slots_ref, ids, rows)
-        move(live, starts, place, rows)
-        how = "cp.async.mbarrier.arrive.noinc" if rows.scaled is None else "mbarrier.arrive"
-        result = "" if rows.scaled is None else "_, "
-        ptx(f"{how}.shared::cta.b64 {result}[$0];", "r", _barrier(arrived_ref, at))
+        if rows.scaled is None:
+            _copy_rows(live, starts, place, rows)
+            ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r", barrier)
+        else:
+            _copy_bytes(live, starts, place, rows.scaled)
+            _prefetch(*_starts(slots_ref, later, rows), rows.scaled)
+            _expand_rows(place, rows.scaled)
+            ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", "r", barrier)
 
-    fill(slots, ids, rows_smem, arrived, stage)
+    fill(slots, location, *ids, *target, stage)
 
 
-def prefetch_rows(slots: Ref, ids: jax.Array, rows: Rows) -> None:
-    """Ask for the rows of a later block, so that they are in L2 when their stage is free.
-
-    Rows that are expanded have only the stage itself to wait in. A CUDA thread takes a line of 128
-    bytes of its row.
-    """
-    row = rows.scaled
-    assert row is not None
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), IDS))
-    def prefetch(_: Any, slots_ref: Any, ids: Any) -> None:
-        line = arith.muli(arith.remui(thread_index(), integer(PER_ROW)), integer(128))
-        inside = arith.cmpi(LESS, line, integer(row.bytes))
-        for live, start in zip(*_starts(slots_ref, ids, rows), strict=True):
-            at = arith.addi(start, wide(line))
-            ptx_if(arith.andi(live, inside), "prefetch.global.L2 [$1];", "l", at)
-
-    prefetch(slots, ids)
+def _copy_slots(target: Any, source: Any) -> None:
+    """Slots of the block, for the mask: as a copy, so that they arrive with the rows."""
+    thread = thread_index()
+    mine = arith.muli(thread, integer(4))
+    ptx_if(
+        arith.cmpi(LESS, thread, integer(BLOCK)),
+        "cp.async.ca.shared.global [$1], [$2], 4;",
+        "r,l",
+        arith.addi(target, mine),
+        arith.addi(source, wide(mine)),
+    )
 
 
 def _starts(slots_ref: Any, ids: Any, rows: Rows) -> tuple[list[Any], list[Any]]:
@@ -272,27 +279,49 @@ def _copy_chunk(target: Any, source: Any, live: Any) -> None:
     )
 
 
-def _expand_rows(live: list[Any], starts: list[Any], place: _Place, rows: Rows) -> None:
-    """Scaled rows: bytes first, then, in place, the bfloat16 numbers that they stand for.
+def _prefetch(live: list[Any], starts: list[Any], row: ScaledRow) -> None:
+    """Ask for the rows of the next block, so that they are in L2 when their stage is free.
+
+    Rows that are expanded have only the stage itself to wait in. A CUDA thread takes a line of 128
+    bytes of its row.
+    """
+    line = arith.muli(arith.remui(thread_index(), integer(PER_ROW)), integer(128))
+    inside = arith.cmpi(LESS, line, integer(row.bytes))
+    for there, start in zip(live, starts, strict=True):
+        at = arith.addi(start, wide(line))
+        ptx_if(arith.andi(there, inside), "prefetch.global.L2 [$1];", "l", at)
+
+
+def _raw_bytes(place: _Place, row: ScaledRow) -> tuple[Any, int]:
+    """Address of the thread's row of the first pass in bytes, and how far the rows are apart.
 
     The bytes go to the end of the stage and are expanded from its beginning, 16 rows at a time.
     With 656 B per row and 1,152 B when expanded, 64 rows of bytes start at 31,744; expanding n
     passes fills the stage up to 18,432 n, and the bytes of later passes start at 31,744 + 10,496 n,
     which is never less. Bytes of the same pass are in registers before anything is stored.
     """
-    row = rows.scaled
-    assert row is not None
     pitch = -(-row.bytes // CHUNK) * CHUNK
-    first = BLOCK // 8 * rows.tiles * TILE_BYTES - BLOCK * pitch
-    raw = arith.addi(place.stage, arith.addi(integer(first), arith.muli(place.row, integer(pitch))))
+    first = BLOCK // 8 * place.tiles * TILE_BYTES - BLOCK * pitch
+    mine = arith.addi(integer(first), arith.muli(place.row, integer(pitch)))
+    return arith.addi(place.stage, mine), pitch
+
+
+def _copy_bytes(live: list[Any], starts: list[Any], place: _Place, row: ScaledRow) -> None:
+    """Scaled rows as they are. Threads beyond the end of a row copy its last chunk again."""
+    raw, pitch = _raw_bytes(place, row)
     column = arith.muli(place.lane, integer(CHUNK))
     for number, (there, start) in enumerate(zip(live, starts, strict=True)):
         for at in range(0, pitch, PER_ROW * CHUNK):
-            # Threads beyond the end of the row copy its last chunk again.
             inside = arith.minui(column, integer(pitch - CHUNK - at))
             target = arith.addi(raw, integer(number * ROWS_PER_PASS * pitch + at))
             source = arith.addi(start, integer(at, 64))
             _copy_chunk(arith.addi(target, inside), arith.addi(source, wide(inside)), there)
+
+
+def _expand_rows(place: _Place, row: ScaledRow) -> None:
+    """The bfloat16 numbers that the bytes of all rows stand for, pass by pass."""
+    raw, pitch = _raw_bytes(place, row)
+    column = arith.muli(place.lane, integer(CHUNK))
     ptx("cp.async.wait_all;", "")
     mgpu.utils.warpgroup_barrier()
     for number in range(PASSES):
