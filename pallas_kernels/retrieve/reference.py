@@ -10,7 +10,7 @@ from pallas_kernels.retrieve.types import Fetches, Moves
 
 
 def retrieve(
-    host: Int[Array, "R*C W"], slots: Int[Array, "S W"], fetches: Fetches, moves: Moves | None
+    host: Int[Array, "N W"], slots: Int[Array, "S W"], fetches: Fetches, moves: Moves | None
 ) -> Int[Array, "S W"]:
     """See `api.retrieve`."""
     requests, entries = fetches.positions.shape

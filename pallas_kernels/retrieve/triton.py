@@ -31,7 +31,7 @@ from pallas_kernels.retrieve.types import Fetches, Moves
 
 
 def retrieve(
-    host: Int[Array, "R*C W"],
+    host: Int[Array, "N W"],
     slots: Int[Array, "S W"],
     fetches: Fetches,
     moves: Moves | None = None,
