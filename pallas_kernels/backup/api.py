@@ -21,9 +21,9 @@ def backup(
 ) -> Pools:
     """Copy slot `sources[p, i]` into record `rows[i]` of every host pool p, bit exact.
 
-    In place if the pools are donated, and one kernel for all of them. Pools may have records of
-    different sizes. Lists may be empty. An entry with NO_SLOT on either side does nothing. Ids that
-    are out of range never read or write anything else:
+    In place if the pools are donated, and one kernel for all of them (with jax before 0.11.2 one
+    for each). Pools may have records of different sizes. Lists may be empty. An entry with NO_SLOT
+    on either side does nothing. Ids that are out of range never read or write anything else:
 
     - a source that is no slot leaves POISON in the record: NaN in every row format, so it cannot
       pass for a record;

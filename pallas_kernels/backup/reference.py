@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.common.ids import NO_SLOT, dropping, masked

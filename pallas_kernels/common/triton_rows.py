@@ -95,9 +95,7 @@ def load_ids(
 
 
 def _columns(words: int) -> list[Int[Array, "1 width"]]:
-    return [
-        start + jnp.arange(width, dtype=jnp.int32)[None] for start, width in pieces(words)
-    ]
+    return [start + jnp.arange(width, dtype=jnp.int32)[None] for start, width in pieces(words)]
 
 
 def _wide(mask: Bool[Array, "records 1"], columns: Int[Array, "1 width"]) -> Bool[Array, "..."]:

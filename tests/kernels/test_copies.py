@@ -35,6 +35,7 @@ BACKUP = {
     "reference": backup_reference.backup,
     "triton": partial(backup_triton.backup, interpret=True),
     "triton_few": partial(backup_triton.backup, tuning=FEW, interpret=True),
+    "triton_pool_by_pool": partial(backup_triton.backup, interpret=True),
 }
 
 
@@ -74,7 +75,9 @@ def run_backup(call, inputs, hosts):
     def run(hosts, slots, rows, sources):
         return call(hosts, [slots[array] for array in inputs.slots_of], rows, sources)
 
-    return jax.jit(run, donate_argnums=0, compiler_options=QUICK)(hosts, inputs.slots, inputs.rows, inputs.sources)
+    return jax.jit(run, donate_argnums=0, compiler_options=QUICK)(
+        hosts, inputs.slots, inputs.rows, inputs.sources
+    )
 
 
 def on_host(words):
@@ -93,7 +96,8 @@ def test_retrieve(name, implementation):
 
 @pytest.mark.parametrize("implementation", BACKUP)
 @pytest.mark.parametrize("name", backup_cases.CASES)
-def test_backup(name, implementation):
+def test_backup(name, implementation, monkeypatch):
+    monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", implementation != "triton_pool_by_pool")
     inputs = backup_cases.CASES[name]()
     hosts = run_backup(BACKUP[implementation], inputs, [on_host(host) for host in inputs.hosts])
     for host, wanted in zip(hosts, backed_up(inputs), strict=True):
@@ -146,7 +150,9 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="into slots of 31; every request needs"):
         retrieve_api.retrieve(host, slots[:, 1:], fetches)
     hosts, slots, rows, sources, _ = jax.tree.map(jnp.array, backup_cases.CASES["one_pool"]())
-    with pytest.raises(ValueError, match=r"words cannot be written from slots of \[31\] and 1 list"):
+    with pytest.raises(
+        ValueError, match=r"words cannot be written from slots of \[31\] and 1 list"
+    ):
         backup_api.backup(hosts, [slots[0][:, 1:]], rows, sources)
     with pytest.raises(ValueError, match="and 2 lists of sources; there must be one of each"):
         backup_api.backup(hosts, slots, rows, jnp.repeat(sources, 2, axis=0))
@@ -177,23 +183,28 @@ def production(words):
 
 
 @pytest.mark.parametrize("words", [164, 192, 288, 672, 1152])
-def test_a_step_is_one_kernel_each(words):
+def test_a_step_is_one_kernel_each(words, monkeypatch):
     fetch, back_up = production(words)
     assert lowered_kernels(retrieve_triton.retrieve, *fetch) == 1
-    assert lowered_kernels(backup_triton.backup, *back_up) == 1
+    for several, kernels in ((True, 1), (False, 21)):
+        monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", several)
+        # Another function each time, or JAX remembers the first lowering.
+        assert lowered_kernels(partial(backup_triton.backup), *back_up) == kernels
 
 
-def test_every_pool_of_a_backup_is_aliased():
-    _, back_up = production(672)
-    hlo = lowered(backup_triton.backup, *back_up)
-    aliases = [f"output_tuple_indices = [{pool}]" for pool in range(21)]
-    assert all(alias in hlo for alias in aliases)
+@pytest.mark.parametrize("several", [True, False])
+def test_every_pool_of_a_backup_is_aliased(several, monkeypatch):
+    monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", several)
+    hlo = lowered(partial(backup_triton.backup), *production(672)[1])
     assert hlo.count("#stablehlo.output_operand_alias<") == 21
+    outputs = [f"output_tuple_indices = [{pool}]" if several else "" for pool in range(21)]
+    assert all(f"{output}, operand_index = " in hlo for output in outputs)
 
 
 @pytest.mark.parametrize("records", [2**20, 2**22])
 def test_offsets_are_64_bit_where_a_pool_needs_it(records, monkeypatch, capfd):
     """2**22 records of 672 words are 2**31.4 words. The printed kernel says what it adds."""
+    monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", True)
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, debug=True))
     ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     hosts, slots = [ids(records, 672)] * 2, ids(64, 672)
