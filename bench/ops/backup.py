@@ -61,7 +61,7 @@ class Backup:
             calls=sizes.calls,
             traffic=Traffic(hbm_bytes=moved, link_bytes=moved),
             detail={"bytes": moved, "pools": sizes.written, "span_bytes": sizes.reached},
-            inspect=functools.partial(_check, sizes, pointers, (slots, rows, sources), backend),
+            inspect=functools.partial(_check, sizes, pointers, (slots, rows, sources)),
         )
 
 
@@ -84,7 +84,6 @@ def _check(
     sizes: CopySizes,
     pointers: list[int],
     operands: Operands,
-    backend: Backend,
     hosts: Pools,
     _: list[None],
 ) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def _check(
     slots, rows, sources = operands
     places = jnp.arange(sizes.records, dtype=jnp.int32)[None]
     fetches = Fetches(rows[-1][None], places, jnp.full(1, sizes.records, jnp.int32))
-    read = jax.jit(functools.partial(retrieve, backend=backend))
+    read = jax.jit(retrieve)
     empty = jnp.zeros((sizes.records, sizes.words), jnp.int32)
     for host, written in zip(hosts[: sizes.written], sources[-1], strict=True):
         if not bool(jnp.array_equal(read(host, empty, fetches), slots[written])):

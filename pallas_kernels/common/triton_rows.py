@@ -33,8 +33,8 @@ class Tuning:
         records: records that a program moves at a time, a power of two: their loads are all in
             flight together, `records * words / (32 * warps)` words per lane.
         warps: warps of a program.
-        programs: programs that walk a list of unknown length together; more than an H200 holds
-            cost a launch each.
+        programs: programs that walk the lists of a retrieval together, as many as an H200 holds; a
+            backup has one for each run of records.
     """
 
     records: int
