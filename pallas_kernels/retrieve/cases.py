@@ -1,10 +1,12 @@
-"""Named inputs for `retrieve`, for tests and benchmarks: NumPy arrays, the same on every call."""
+"""Named inputs for `retrieve`, for tests and benchmarks: the same on every call."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Int
 
 from pallas_kernels.retrieve.types import Fetches, Moves
@@ -62,14 +64,21 @@ def random(
     positions = rng.integers(0, records, (requests, entries)).astype(np.int32)
     targets = order[:fetched].reshape(requests, entries)
     skip_some(rng, skipped, positions, targets)
+    ends = np.array(counts or (entries,) * requests, np.int32)
     return Inputs(
         host=words(rng, requests * records, width),
         slots=words(rng, slots, width),
-        fetches=Fetches(
-            positions, targets, np.array(counts or (entries,) * requests, np.int32).clip(0)
-        ),
-        moves=Moves(order[moved : moved + moves], order[fetched:moved]) if moves else None,
+        fetches=_fetches(positions, targets, ends),
+        moves=_moves(order[moved : moved + moves], order[fetched:moved]) if moves else None,
     )
+
+
+def _fetches(*lists: npt.ArrayLike) -> Fetches:
+    return Fetches(*(jnp.asarray(ids, jnp.int32) for ids in lists))
+
+
+def _moves(*lists: npt.ArrayLike) -> Moves:
+    return Moves(*(jnp.asarray(ids, jnp.int32) for ids in lists))
 
 
 def chosen(
@@ -79,14 +88,13 @@ def chosen(
     counts: int | None = None,
 ) -> Inputs:
     """The given copies by the second of three requests with 20 records each, among 40 slots."""
-    ids = partial(np.array, dtype=np.int32)
     empty = [-1] * len(positions)
-    fetches = Fetches(
-        ids([empty, positions, empty]),
-        ids([empty, targets, empty]),
-        ids([0, len(positions) if counts is None else counts, 0]),
+    fetches = _fetches(
+        [empty, positions, empty],
+        [empty, targets, empty],
+        [0, len(positions) if counts is None else counts, 0],
     )
-    return random()._replace(fetches=fetches, moves=Moves(*map(ids, moves)) if moves else None)
+    return random()._replace(fetches=fetches, moves=_moves(*moves) if moves else None)
 
 
 glm = partial(random, width=672)
