@@ -22,7 +22,7 @@ from bench.work import Case
 from pallas_kernels.common.rows import WORD_BYTES
 
 CALL_BYTES = 48 << 20
-FEW = (1, 8, 64)
+FEW = (1, 64)
 WORDS = (164, 288, 672, 1152)
 """Records of 656 B and 1,152 B (a row in fp8 and bf16), 2,688 B and 4,608 B (four of them)."""
 

@@ -71,13 +71,12 @@ def timed_error(variant: Variant, work: AnyWork, state: Tree, results: list[Tree
     return error(jax.tree.map(lambda array: array[:1], results[0]), wanted)
 
 
-def float32_errors(*, small: bool) -> dict[str, float]:
-    """Errors on float32 operands."""
+def float32_errors(op: str | None, *, small: bool) -> dict[str, float]:
+    """Errors on float32 operands, of the operations that compute with them."""
     return {
-        variant.exact.__name__: small_error(
-            variant, jax.jit(partial(variant.call, **variant.small_options))
-        )
-        for variant in variants.float32(small=small)
+        name: small_error(variant, jax.jit(partial(variant.call, **variant.small_options)))
+        for name, variant in variants.float32(small=small).items()
+        if op in (None, name)
     }
 
 
@@ -176,7 +175,7 @@ def main(
             for row in sweep(list(variants.VARIANTS[name](small=small)), floors, pool):
                 rows.append({"op": name, **row})
                 CONSOLE.print(rows[-1], highlight=False)
-    exact = attempt(partial(float32_errors, small=small))
+    exact = attempt(partial(float32_errors, op, small=small))
     CONSOLE.print(table(rows))
     CONSOLE.print("errors of float32 operands:", exact, highlight=False)
     facts = {"floors": floors._asdict(), "float32_errors": exact, "rows": rows}

@@ -169,17 +169,20 @@ def _exact_scores(queries: Array, weights: Array, keys: Array, visible: Array) -
     return index_reference.index_scores(queries, weights, keys, visible)
 
 
-def float32(*, small: bool) -> Iterator[Variant]:
+def float32(*, small: bool) -> dict[str, Variant]:
     """The default kernels on float32 operands; only checked, their production size is not built."""
-    yield _scores(IndexScores(queries=2), index_triton.default_tuning(2, 4), "float32", small=small)
+    scores = _scores(
+        IndexScores(queries=2), index_triton.default_tuning(2, 4), "float32", small=small
+    )
     sizes = {"heads": 16, "width": 160, "value_width": 128}
     inputs = sparse_cases.random(queries=2, top_k=300, slots=600, selected=(300, 31), **sizes)
     tuning = sparse_triton.default_tuning(4, 300, 4)
-    yield dataclasses.replace(
+    attention = dataclasses.replace(
         _attention(SparseAttention(), tuning, small=small),
         small=tuple(jnp.asarray(array) for array in inputs[:3]),
         small_options=_options(inputs),
     )
+    return {"index_scores": scores, "sparse_attention": attention}
 
 
 def copies(operation: str, words: int, *, small: bool) -> Iterator[Variant]:

@@ -178,7 +178,7 @@ def test_plan_lists_have_room_for_the_whole_history():
 
 
 def test_link_says_what_it_means_on_a_cpu(capsys):
-    link.main(case="656B_8_records", small=True, runs=2)
+    link.main(case="656B_64_records", small=True, runs=2)
     result = _last_line(capsys)
     assert "no link" in result["meaning"]
     assert [row["op"] for row in result["rows"]] == ["retrieve", "backup"]
