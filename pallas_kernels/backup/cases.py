@@ -42,8 +42,8 @@ def random(
     rng = np.random.default_rng(0)
     rows = rng.permutation(records)[:entries].astype(np.int32)
     sources = rng.integers(0, slots, (len(slots_of), entries)).astype(np.int32)
-    for pool in range(len(slots_of)):
-        skip_some(rng, skipped, rows if pool == 0 else rows.copy(), sources[pool])
+    skip_some(rng, skipped, rows, sources[0])
+    sources[1:][rng.random(sources[1:].shape) < skipped] = -1
     return Inputs(
         hosts=tuple(words(rng, records, widths[array]) for array in slots_of),
         slots=tuple(words(rng, slots, width) for width in widths),

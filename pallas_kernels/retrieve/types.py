@@ -6,7 +6,7 @@ from jaxtyping import Array, Int
 
 
 class Fetches(NamedTuple):
-    """Host records to fetch, by request: the first `counts` entries of a row.
+    """Host records to fetch, by request: the first `counts` entries of a row, below 2**31 in all.
 
     Attributes:
         positions: int32 record of the request, from 0; NO_SLOT skips the entry.

@@ -105,6 +105,17 @@ def test_backup(name, implementation, monkeypatch):
         np.testing.assert_array_equal(host, wanted)
 
 
+def test_cases_skip_what_their_names_say():
+    inputs = retrieve_cases.CASES["everything_skipped"]()
+    np.testing.assert_array_equal(retrieved(inputs), inputs.slots)
+    inputs = backup_cases.CASES["everything_skipped"]()
+    for host, wanted in zip(inputs.hosts, backed_up(inputs), strict=True):
+        np.testing.assert_array_equal(wanted, host)
+    inputs = backup_cases.CASES["every_row"]()
+    for host, wanted in zip(inputs.hosts, backed_up(inputs), strict=True):
+        assert (host != wanted).any(axis=1).all()
+
+
 @pytest.mark.parametrize("name", ["glm_small", "every_slot", "everything_skipped", "no_entries"])
 def test_retrieve_works_in_place(name):
     inputs = retrieve_cases.CASES[name]()
