@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.mosaic import Ref, kernel, load, params
-from pallas_kernels.common.rows import WORD_BYTES, words_of
+from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.sparse_attention.mosaic_rows import (
     BLOCK,
@@ -56,7 +56,7 @@ MOST_WIDTH = 576
 """Numbers of a row: two blocks of longer rows do not fit into shared memory."""
 STAGES = 2
 PIECE = 128
-"""Columns of an accumulator: one of 256 needs more registers than four warpgroups may start with."""
+"""Columns of an accumulator: one of 256 takes more registers than four warpgroups start with."""
 MULTIPROCESSORS = 132
 """Of an H200. Selections are split until there are about as many CUDA blocks."""
 LOG2_E = math.log2(math.e)
@@ -336,7 +336,6 @@ def _block(ref: Ref, number: Int[Array, ""]) -> Ref:
 
 def _fetch(slots_ref: Ref, location_ref: Ref, memory: Memory, spec: Spec) -> None:
     """Fill one stage after the other. Slots are read a block ahead."""
-
     block = lambda number: _block(location_ref, jnp.minimum(number, spec.blocks - 1))
 
     def fetch_block(number: Int[Array, ""], ids: Int[Array, " ids"]) -> Int[Array, " ids"]:
