@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 

@@ -56,5 +56,5 @@ def backup(
     match resolve("backup", backend, refusal=None):
         case "triton":
             return triton.backup(hosts, slots, rows, sources)
-        case "reference":
+        case _:
             return reference.backup(hosts, slots, rows, sources)

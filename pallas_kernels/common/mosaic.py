@@ -79,7 +79,7 @@ def ptx(text: str, constraints: str, *operands: Any, results: int = 0) -> Any:
         kind = ir.Type.parse("!llvm.void")
     else:
         kind = word if results == 1 else llvm.StructType.get_literal([word] * results)
-    value = llvm.inline_asm(kind, list(operands), text, constraints, has_side_effects=True)
+    value: Any = llvm.inline_asm(kind, list(operands), text, constraints, has_side_effects=True)
     if results > 1:
         return [llvm.extractvalue(word, value, [place]) for place in range(results)]
     return value

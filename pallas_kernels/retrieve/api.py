@@ -52,5 +52,5 @@ def retrieve(
     match resolve("retrieve", backend, refusal=None):
         case "triton":
             return triton.retrieve(host, slots, fetches, moves)
-        case "reference":
+        case _:
             return reference.retrieve(host, slots, fetches, moves)

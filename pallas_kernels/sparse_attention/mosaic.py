@@ -453,7 +453,8 @@ def _sum(half: int, values_ref: Ref, memory: Memory, spec: Spec) -> None:
             for ref, piece in zip(sum_refs, pieces, strict=True):
                 plgpu.wgmma(ref, memory.weights_smem, memory.rows_smem.at[stage, :, piece])
 
-        sums = pl.run_state(add)([plgpu.ACC.init(each) for each in _scaled(sums, memory)])
+        start: Any = [plgpu.ACC.init(each) for each in _scaled(sums, memory)]
+        sums = pl.run_state(add)(start)
         plgpu.barrier_arrive(memory.rows_free.at[stage])
         plgpu.barrier_arrive(memory.weights_free)
         return sums

@@ -200,7 +200,8 @@ def _copy_slots(target: Any, source: Any) -> None:
 def _starts(slots_ref: Any, ids: Any, rows: Rows) -> tuple[list[Any], list[Any]]:
     """Which rows of the thread there are, and their addresses; those of slot 0 for the others."""
     source = arith.addi(address(slots_ref, 64), integer(rows.offset, 64))
-    live, starts = [], []
+    live: list[Any] = []
+    starts: list[Any] = []
     for register in ids.registers:
         slot = vector.extract(register, dynamic_position=[], static_position=[0])
         live.append(arith.cmpi(arith.CmpIPredicate.sge, slot, integer(0)))
