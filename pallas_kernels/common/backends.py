@@ -18,6 +18,7 @@ GPU_KERNELS: dict[str, Backend] = {
     "plan": "triton",
     "top_k": "triton",
     "sparse_attention": "mosaic",
+    "retrieve_attend": "mosaic",
 }
 """The GPU kernel of each operation; there is one."""
 
