@@ -25,7 +25,7 @@ class Attention(NamedTuple):
     selection: Int[Array, "R T K"]
 
 
-def retrieve_attend(
+def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
     host: Int[Array, "N W"],
     slots: Int[Array, "S W"],
     fetches: Fetches,

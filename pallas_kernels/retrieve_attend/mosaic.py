@@ -45,7 +45,7 @@ def retrieve_attend(
     slots: Int[Array, "S W"],
     fetches: Fetches,
     attention: tuple[Float[Array, "R 1 H width"], Int[Array, "R 1 K"], Int[Array, "R 1 K"]],
-    **options: Any,  # noqa: ANN401  # those of sparse attention
+    **options: Any,  # those of sparse attention
 ) -> tuple[tuple[Float[Array, "R 1 H value"], Float[Array, "R 1 H"]], Int[Array, "S W"]]:
     """See `api.retrieve_attend`."""
     query, location, selection = attention
