@@ -11,7 +11,7 @@ from dhisparse_jax.hierarchy.adapt import adapt
 from dhisparse_jax.hierarchy.append import query_positions
 from dhisparse_jax.hierarchy.backup import backup
 from dhisparse_jax.hierarchy.commit import commit
-from dhisparse_jax.hierarchy.group import OpenGroup, attend, open_group
+from dhisparse_jax.hierarchy.group import OpenGroup, attend, close_group, open_group
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.pytree import state as pytree
@@ -109,4 +109,4 @@ def _decode_group(
         return attend(group, cfg, pool, layer, row, query)
 
     x, group = model.run_group(params, pool, x, positions, open_it, attend_it)
-    return x, group.state
+    return x, close_group(group, cfg, pool)
