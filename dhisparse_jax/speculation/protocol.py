@@ -5,8 +5,10 @@ is at position S and not yet read by the target. Proposal i (from 0) is a candid
 position S + 1 + i.
 """
 
-from typing import Any, Protocol, runtime_checkable
+import dataclasses
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.model import Params
@@ -46,6 +48,7 @@ class Drafter(Protocol):
         taps: target layers (from 0) after which it reads the residual stream. Features are these
             hidden states, concatenated in this order.
         window: how many of the newest committed positions it reads at most; None: all.
+        estimates_confidence: whether `Proposal.confidence` says anything.
     """
 
     @property
@@ -56,6 +59,9 @@ class Drafter(Protocol):
 
     @property
     def window(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def estimates_confidence(self) -> bool: ...  # noqa: D102
 
     def init(self, requests: int) -> DraftState:
         """The state of `requests` empty rows."""
@@ -99,3 +105,62 @@ class Drafter(Protocol):
     def reset(self, state: DraftState, row: Int[Array, ""]) -> DraftState:
         """Forget what row `row` held: another request joined it."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDraft:
+    """The drafter that proposes nothing: a step verifies its anchor alone and emits one token."""
+
+    length: ClassVar[int] = 0
+    taps: ClassVar[tuple[int, ...]] = ()
+    window: ClassVar[int | None] = 0
+    estimates_confidence: ClassVar[bool] = False
+
+    def init(self, requests: int) -> DraftState:
+        """Nothing to keep."""
+        return ()
+
+    def propose(
+        self,
+        params: Params,
+        state: DraftState,
+        anchor: Int[Array, " R"],
+        length: Int[Array, " R"],
+        sampler: Sampler,
+    ) -> Proposal:
+        """No tokens."""
+        requests = anchor.shape[0]
+        return Proposal(
+            tokens=jnp.zeros((requests, 0), jnp.int32),
+            candidates=jnp.zeros((requests, 0, 1), jnp.int32),
+            probabilities=jnp.zeros((requests, 0, 1), jnp.float32),
+            confidence=jnp.zeros((requests, 0), jnp.float32),
+        )
+
+    def commit(
+        self,
+        params: Params,
+        state: DraftState,
+        features: Float[Array, "R X taps"],
+        start: Int[Array, " R"],
+        count: Int[Array, " R"],
+    ) -> DraftState:
+        """Nothing to take in."""
+        return state
+
+    def reset(self, state: DraftState, row: Int[Array, ""]) -> DraftState:
+        """Nothing to forget."""
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A drafter and its weights.
+
+    Attributes:
+        drafter: its functions; static.
+        params: its weights, with what it shares with the target; any pytree.
+    """
+
+    drafter: Drafter = NoDraft()
+    params: Params = ()

@@ -30,5 +30,5 @@ def dense_logits(model, params, tokens):
     x = model.embed(params, jnp.asarray(tokens, jnp.int32)[None])
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     for pool in range(len(geometry.layers_per_pool)):
-        x, _ = model.run_group(params, pool, x, positions, open_group, attend)
+        x, _, _ = model.run_group(params, pool, x, positions, open_group, attend)
     return np.asarray(model.logits(params, x)[0])
