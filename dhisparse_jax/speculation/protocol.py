@@ -6,11 +6,13 @@ position S + 1 + i.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler
@@ -111,10 +113,10 @@ class Drafter(Protocol):
 class NoDraft:
     """The drafter that proposes nothing: a step verifies its anchor alone and emits one token."""
 
-    length: ClassVar[int] = 0
-    taps: ClassVar[tuple[int, ...]] = ()
-    window: ClassVar[int | None] = 0
-    estimates_confidence: ClassVar[bool] = False
+    length: int = 0
+    taps: tuple[int, ...] = ()
+    window: int | None = 0
+    estimates_confidence: bool = False
 
     def init(self, requests: int) -> DraftState:
         """Nothing to keep."""
@@ -162,5 +164,23 @@ class Draft:
         params: its weights, with what it shares with the target; any pytree.
     """
 
-    drafter: Drafter = NoDraft()
-    params: Params = ()
+    drafter: Drafter
+    params: Params
+
+
+NO_DRAFT = Draft(drafter=NoDraft(), params=())
+
+
+def check_draft(drafter: Drafter, cfg: HierarchyConfig) -> None:
+    """Refuse a drafter that reads layers which the target does not have.
+
+    Raises:
+        UserError: with the layers.
+    """
+    layers = sum(cfg.geometry.layers_per_pool)
+    beyond = [layer for layer in drafter.taps if not 0 <= layer < layers]
+    if beyond:
+        raise UserError(
+            f"the draft reads the target after layer {beyond[0]}, but the target has {layers} "
+            f"layers (0 to {layers - 1}); use a draft that was made for this target"
+        )

@@ -17,13 +17,12 @@ from scipy import stats
 
 from dhisparse_jax.sampling import (
     Purpose,
-    Sampler,
     Sampling,
     choose,
     draw,
     greedy,
     position_keys,
-    row_values,
+    sampler_row,
     target_logits,
 )
 from dhisparse_jax.speculation import accept as module
@@ -35,14 +34,9 @@ V, N = 4, 2
 
 def rows_of(sampling, count):
     """A sampler of `count` requests that are asked for alike, with a key each."""
-    temperature, top_k, top_p, key = row_values(sampling, 0)
-    repeat = lambda value: jnp.repeat(value[None], count)
-    return Sampler(
-        temperature=repeat(temperature),
-        top_k=repeat(top_k),
-        top_p=repeat(top_p),
-        key=jax.random.split(key, count),
-    )
+    one = sampler_row(sampling, 0)
+    rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, count), one)
+    return dataclasses.replace(rows, key=jax.random.split(one.key[0], count))
 
 
 class Chain:
