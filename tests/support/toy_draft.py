@@ -20,15 +20,11 @@ SCORES = (1.5, 0.5, 0.0)
 
 @dataclasses.dataclass(frozen=True)
 class ToyDrafter:
-    """Its weights are a table: the next token after a token at a position.
-
-    `errs` in every 16 guesses are wrong; 16 is always.
-    """
+    """Its weights are a table, the next token after a token at a place, and how often it errs."""
 
     length: int = 3
     taps: tuple[int, ...] = (2, 0)
     window: int | None = 10
-    errs: int = 5
     vocabulary: int = 61
     width: int = 24
     estimates_confidence: bool = True
@@ -41,7 +37,7 @@ class ToyDrafter:
         before, places = anchor, []
         for i in range(self.length):
             position = length + i
-            wrong = self._errs(before, position)
+            wrong = (before * 7 + position * 5) % 16 < params["errs"]
             guess = params["next"][before, position]
             guess = jnp.where(wrong, guess + 5, guess) % self.vocabulary
             offsets = jnp.asarray([0, 1, 7], jnp.int32)
@@ -69,15 +65,19 @@ class ToyDrafter:
     def reset(self, state, row):
         return reset_row(state, row)
 
-    def _errs(self, token, position):
-        return (token * 7 + position * 5) % 16 < self.errs
 
+def toy_draft(texts=(), positions=512, errs=5, **options):
+    """A toy draft that knows these texts: sequences of tokens from position 0 on.
 
-def toy_draft(texts=(), positions=512, **options):
-    """A toy draft that knows these texts: sequences of tokens from position 0 on."""
+    Args:
+        texts: what to propose.
+        positions: longest text.
+        errs: this many in every 16 guesses are wrong.
+        options: fields of the drafter.
+    """
     drafter = ToyDrafter(**options)
     table = np.zeros((drafter.vocabulary, positions), np.int32)
     for text in texts:
         for position, (token, after) in enumerate(itertools.pairwise(text)):
             table[token, position] = after
-    return Draft(drafter=drafter, params={"next": jnp.asarray(table)})
+    return Draft(drafter=drafter, params={"next": jnp.asarray(table), "errs": jnp.int32(errs)})
