@@ -83,7 +83,7 @@ class Engine:
                 f"{model.context}"
             )
         check_draft(draft.drafter, cfg)
-        self.sizes = check_memory(cfg)
+        self.sizes = check_memory(cfg, draft.drafter)
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
         commit = partial(jax.device_put, device=jax.devices()[0])

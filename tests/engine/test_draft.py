@@ -2,8 +2,6 @@
 
 from functools import cache
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from dhisparse_jax.config import HierarchyConfig, Policy
@@ -12,7 +10,7 @@ from dhisparse_jax.engine.events import Finished, NewTokens, StepDone
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from tests.support.serving import CONTEXT, POLICIES, config, drafted, engine, model, request, run
-from tests.support.toy_draft import toy_draft
+from tests.support.toy_draft import toy_draft, with_errs
 
 # Lengths around K, the tail, the chunk, the window, and the context; more requests than rows.
 REQUESTS = [
@@ -41,12 +39,6 @@ def texts():
 def served_with(policy, length, steps=1):
     """One engine per program: compiling one takes seconds."""
     return drafted(*POLICIES[policy], toy_draft(texts(), length=length), steps=steps)
-
-
-def with_errs(served, errs):
-    """The same engine with a draft that errs as often as this."""
-    served.draft_params |= {"errs": jax.device_put(jnp.int32(errs), jax.devices()[0])}
-    return served
 
 
 @cache

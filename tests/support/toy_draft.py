@@ -7,6 +7,7 @@ computes from them, so that a test can compare them with features computed at on
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -81,3 +82,9 @@ def toy_draft(texts=(), positions=512, errs=5, **options):
         for position, (token, after) in enumerate(itertools.pairwise(text)):
             table[token, position] = after
     return Draft(drafter=drafter, params={"next": jnp.asarray(table), "errs": jnp.int32(errs)})
+
+
+def with_errs(engine, errs):
+    """The same engine with a draft that errs as often as this."""
+    engine.draft_params |= {"errs": jax.device_put(jnp.int32(errs), jax.devices()[0])}
+    return engine
