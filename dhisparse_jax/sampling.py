@@ -5,6 +5,7 @@ the batch, the policy or the steps around it.
 """
 
 import dataclasses
+import enum
 import math
 
 import jax
@@ -94,6 +95,27 @@ def row_values(sampling: Sampling, number: int) -> tuple[Array, Array, Array, Ar
     )
 
 
+class Purpose(enum.IntEnum):
+    """What a random draw at a position is for; draws of different purposes are independent."""
+
+    CHOOSE = 0
+    PROPOSE = 1
+    ACCEPT = 2
+
+
+def position_keys(
+    sampler: Sampler, position: Int[Array, " R"], purpose: Purpose
+) -> Key[Array, " R"]:
+    """A key for every row's draw at a position.
+
+    A position may be proposed and verified in several steps, but only one of them decides its
+    token, so a purpose needs one key per position.
+    """
+    # Positions are below 2**31, so the root of another purpose is the key of no position.
+    root = lambda key: jax.random.fold_in(key, jnp.uint32(2**32 - purpose)) if purpose else key
+    return jax.vmap(lambda key, at: jax.random.fold_in(root(key), at))(sampler.key, position)
+
+
 def target_logits(logits: Float[Array, "R V"], sampler: Sampler) -> Float[Array, "R V"]:
     """Logits of the distribution that a row really samples from; -inf for excluded tokens.
 
@@ -134,9 +156,12 @@ def choose(
 def _draw(
     logits: Float[Array, "R V"], sampler: Sampler, position: Int[Array, " R"]
 ) -> Int[Array, " R"]:
-    """A draw from every row's target distribution (Gumbel-max)."""
-    noise = jax.vmap(
-        lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[1:])
-    )
-    noisy = target_logits(logits, sampler) + noise(sampler.key, position)
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    """A draw from every row's target distribution."""
+    keys = position_keys(sampler, position, Purpose.CHOOSE)
+    return draw(target_logits(logits, sampler), keys)
+
+
+def draw(logits: Float[Array, "R V"], keys: Key[Array, " R"]) -> Int[Array, " R"]:
+    """One token of every row from softmax(logits), float32 (Gumbel-max)."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
