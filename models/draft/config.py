@@ -13,6 +13,8 @@ from dhisparse_jax.errors import UserError
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 Kind = Literal["dflash", "dflash2", "dspark"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorConfig:
@@ -66,7 +68,6 @@ class DraftConfig:
         input_scale: Factor on the embeddings.
         output_multiplier: Factor on the logits.
         logit_softcap: Bound of the logits, `cap * tanh(logits / cap)`; None: no bound.
-        own_vocabulary: Whether the checkpoint has an embedding and a head of its own.
         selector: DFlash2's modules, or None.
         markov: DSpark's heads, or None.
         param_dtype: Dtype that the weights are stored in.
@@ -95,7 +96,6 @@ class DraftConfig:
     input_scale: float = 1.0
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
-    own_vocabulary: bool = False
     selector: SelectorConfig | None = None
     markov: MarkovConfig | None = None
     param_dtype: str = "bfloat16"
@@ -124,6 +124,8 @@ class DraftConfig:
             )
         if self.selector is not None and self.markov is not None:
             raise UserError("a draft has either DFlash2's selector or DSpark's heads, not both")
+        if self.param_dtype not in _DTYPES:
+            raise UserError(f"the draft's dtype is {self.param_dtype}; use {', '.join(_DTYPES)}")
         self._check_selector()
 
     def _check_counts(self) -> None:
@@ -173,25 +175,26 @@ class DraftConfig:
         return max(widest) if len(widest) == len(self.windows) else None
 
 
-def check_target(config: DraftConfig, target: GlmConfig) -> None:
+def check_target(config: DraftConfig, target: GlmConfig, width: int) -> None:
     """Whether a draft was made for a target of these sizes.
+
+    Args:
+        config: the draft.
+        target: the target.
+        width: of the embedding that the draft uses, the target's or its own.
 
     Raises:
         UserError: It was not; the message says what differs.
     """
     pairs = (
         ("a vocabulary of", config.vocab_size, target.vocab_size),
-        ("features of width", config.target_hidden_size, target.hidden_size),
-        ("a target of layers:", config.target_layers, target.num_layers),
+        ("hidden states of width", config.target_hidden_size, target.hidden_size),
+        ("a number of layers of", config.target_layers, target.num_layers),
+        ("embeddings of width", config.hidden_size, width),
     )
     for what, draft, given in pairs:
         if draft != given:
             raise UserError(
-                f"the draft was made for {what} {draft}, but this target has {given}; "
+                f"the draft was made for {what} {draft}, but the target has {given}; "
                 "use a draft that was trained for this target"
             )
-    if not config.own_vocabulary and config.hidden_size != target.hidden_size:
-        raise UserError(
-            f"the draft is {config.hidden_size} wide and uses the target's embedding, which is "
-            f"{target.hidden_size} wide; use a draft that was trained for this target"
-        )

@@ -23,7 +23,7 @@ def bundled_draft(kind: Kind, target: GlmConfig) -> DraftConfig:
     return DraftConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=target.hidden_size * 3 // 2,
+        intermediate_size=target.hidden_size * 2,
         num_layers=_LAYERS,
         num_heads=4,
         num_kv_heads=2,
@@ -74,7 +74,7 @@ class DraftTrainConfig:
     draft: DraftConfig
     seed: int = 0
     seconds: float = 360.0
-    reserve_seconds: float = 25.0
+    reserve_seconds: float = 15.0
     generate_seconds: float = 60.0
     max_updates: int | None = None
     context: int = 1024

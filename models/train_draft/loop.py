@@ -1,8 +1,8 @@
 """The run: continuations, then chunks of training, with checkpoints and evaluations in between."""
 
-import dataclasses
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,7 @@ class DraftTrainer:
     _record: DraftRecord = field(init=False)
     _weights: Nested = field(init=False)
     _generate: Any = field(init=False)
+    _count: Any = field(init=False)
 
     def run(self) -> DraftRecord:
         """Trains until the time is over, then evaluates and saves."""
@@ -94,7 +95,8 @@ class DraftTrainer:
         self._generate = lambda prompts, key: generate(params, prompts, key)
         texts = self._texts()
         left_out = self._left_out()
-        state = self._train(state, texts, left_out)
+        chunk = self._compile(state, texts, left_out)
+        state = self._train(chunk, state, texts, left_out)
         self._evaluate(state, left_out)
         save_run(self.out, config, state, self._record)
         return self._record
@@ -148,10 +150,29 @@ class DraftTrainer:
         prompts = Prompts(jnp.asarray(texts), half, jnp.zeros(count, jnp.float32))
         return self._generate(prompts, run_key(0))
 
-    def _train(self, state: DraftState, texts: Texts, left_out: jax.Array) -> DraftState:
+    def _compile(self, state: DraftState, texts: Texts, left_out: jax.Array) -> Any:  # noqa: ANN401
+        """Compiles training and evaluation side by side, before the learning rate's time begins."""
+        config, target, started = self.config, self.target.config, time.monotonic()
+        inputs = (state, self._weights, texts, run_key(config.seed), np.float32(0))
+        train = jax.jit(make_chunk(config, target), donate_argnums=0).lower(*inputs)
+        rounded = abstract_draft(config.draft)
+        count = jax.jit(partial(accepted_counts, config, target))
+        with ThreadPoolExecutor(2) as compiler:
+            chunk = compiler.submit(train.compile)
+            lowered = count.lower(self._weights, rounded, left_out)
+            self._count = compiler.submit(lowered.compile).result()
+        log.info("compiled in %.0f s", time.monotonic() - started)
+        return chunk.result()
+
+    def _train(
+        self,
+        chunk: Any,  # noqa: ANN401
+        state: DraftState,
+        texts: Texts,
+        left_out: jax.Array,
+    ) -> DraftState:
         """Chunk after chunk, until the time or the updates are over."""
         config, record = self.config, self._record
-        chunk = jax.jit(make_chunk(config, self.target.config), donate_argnums=0)
         begin, before = self._elapsed(), record.seconds
         available = config.seconds - config.reserve_seconds - begin - before
         done, saved, reported, evaluated = 0, begin, begin, 0
@@ -205,7 +226,7 @@ class DraftTrainer:
         """Accept lengths of the weights as they are saved."""
         draft = self.config.draft
         rounded = cast_like(state.params, abstract_draft(draft))
-        counts = _counts(self.config, self.target.config)(self._weights, rounded, left_out)
+        counts = self._count(self._weights, rounded, left_out)
         accepted = walk(np.asarray(counts), draft.length)
         self._record.add_evaluation(accepted, self._record.seconds)
         log.info(
@@ -214,14 +235,3 @@ class DraftTrainer:
             " ".join(f"{part:.3f}" for part in accepted.by_position),
         )
         return accepted
-
-
-_compiled: dict[Any, Any] = {}
-
-
-def _counts(config: DraftTrainConfig, target: Any) -> Any:  # noqa: ANN401
-    """The compiled evaluation."""
-    key = (dataclasses.astuple(config.draft), config.eval_batch, config.compute_dtype)
-    if key not in _compiled:
-        _compiled[key] = jax.jit(partial(accepted_counts, config, target))
-    return _compiled[key]
