@@ -20,7 +20,9 @@ from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, greedy
 from dhisparse_jax.speculation.accept import Emitted, accept, stop_at
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
+from dhisparse_jax.speculation.schedule import Load, Profile, Rule, live_queries, observe
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.plan.types import PlanCounts
 
 
@@ -63,11 +65,13 @@ class DecodeState:
     Attributes:
         hierarchy: the target's history.
         draft: what the drafter keeps of it.
+        load: what the last steps were like.
         texts: what is being written.
     """
 
     hierarchy: HierarchyState
     draft: DraftState
+    load: Load
     texts: Texts
 
 
@@ -88,30 +92,46 @@ class StepOutput:
     records: PlanCounts
 
 
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """Who proposes, and how much of it is verified; static.
+
+    Attributes:
+        drafter: proposes N tokens per step; `NoDraft` none.
+        rule: chooses how many of them are verified.
+    """
+
+    drafter: Drafter
+    rule: Rule = Rule.ALL
+
+
 def decode_step(
     model: ServedModel,
-    drafter: Drafter,
+    speculation: Speculation,
     cfg: HierarchyConfig,
     params: Params,
     draft_params: Params,
+    profile: Profile,
     state: DecodeState,
 ) -> tuple[StepOutput, DecodeState]:
     """Propose tokens for every request, verify them together, and keep what stands.
 
     Args:
         model: the served model; static.
-        drafter: proposes N tokens; `NoDraft` none. Static.
+        speculation: who proposes; static.
         cfg: sizes of the hierarchy, with N + 1 verify queries; static.
         params: weights of the model.
         draft_params: weights of the drafter.
+        profile: of the machine, for the rule.
         state: the requests; donate it.
     """
-    hierarchy, texts = state.hierarchy, state.texts
+    hierarchy, texts, drafter = state.hierarchy, state.texts, speculation.drafter
     start = hierarchy.length
     with jax.named_scope("propose"):
         proposal = drafter.propose(draft_params, state.draft, texts.anchor, start, texts.sampler)
-        room = jnp.clip(texts.end - start, 0, cfg.queries)
-        live = jnp.where(hierarchy.active, room, 0)
+    with jax.named_scope("schedule"):
+        room = jnp.where(hierarchy.active, jnp.clip(texts.end - start, 0, cfg.queries), 0)
+        live = live_queries(speculation.rule, proposal.confidence, state.load, profile, room)
         block = jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1)
     logits, features, hierarchy = forward(
         model, cfg, params, hierarchy, block, live=live, taps=drafter.taps
@@ -122,26 +142,30 @@ def decode_step(
     hierarchy = finish_step(hierarchy, cfg, emitted.count)
     with jax.named_scope("draft"):
         draft = drafter.commit(draft_params, state.draft, features, start, emitted.count)
+    fetched = fetched_bytes(cfg, hierarchy.counts)
+    load = observe(state.load, proposal.confidence, live, emitted.count, fetched)
     texts = _advance(texts, emitted, jnp.where(stopped, hierarchy.length, texts.end))
     output = StepOutput(
         tokens=emitted.tokens, count=emitted.count, verified=live, records=hierarchy.counts
     )
-    return output, DecodeState(hierarchy=hierarchy, draft=draft, texts=texts)
+    return output, DecodeState(hierarchy=hierarchy, draft=draft, load=load, texts=texts)
 
 
 def decode_steps(
     steps: int,
     model: ServedModel,
-    drafter: Drafter,
+    speculation: Speculation,
     cfg: HierarchyConfig,
     params: Params,
     draft_params: Params,
+    profile: Profile,
     state: DecodeState,
 ) -> tuple[StepOutput, DecodeState]:
     """`steps` decode steps in one dispatch; every leaf of the output gets a first axis of steps."""
+    step = partial(decode_step, model, speculation, cfg, params, draft_params, profile)
 
     def one(state: DecodeState, _: None) -> tuple[DecodeState, StepOutput]:
-        output, state = decode_step(model, drafter, cfg, params, draft_params, state)
+        output, state = step(state)
         return state, output
 
     if steps == 1:  # without a loop, host pools surely stay where they are
@@ -228,6 +252,13 @@ def _decode_group(  # noqa: PLR0913  # a step's inputs, all of them
 
     x, tapped, group = model.run_group(params, pool, x, positions, open_it, attend_it, places)
     return x, tapped, group.state
+
+
+def fetched_bytes(cfg: HierarchyConfig, records: PlanCounts) -> Float[Array, " R"]:
+    """Bytes that each request fetched from the host in a step, padding included."""
+    sizes = jnp.asarray([WORD_BYTES * cfg.record_words(pool) for pool in range(cfg.pools)])
+    # In float32: a step of many requests can fetch more than 2**31 bytes.
+    return (records.fetched.astype(jnp.float32) * sizes[:, None].astype(jnp.float32)).sum(axis=0)
 
 
 def _advance(texts: Texts, emitted: Emitted, end: Int[Array, " R"]) -> Texts:

@@ -17,7 +17,8 @@ from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
-from dhisparse_jax.step import Texts, decode_steps, finish_step, forward
+from dhisparse_jax.speculation.schedule import Load, init_load
+from dhisparse_jax.step import Speculation, Texts, decode_steps, finish_step, forward
 
 if TYPE_CHECKING:
     from dhisparse_jax.prefill import OpenPrompt, Prompt
@@ -44,7 +45,7 @@ class Compiled:
         model: the served model.
         cfg: sizes of the hierarchy.
         chunk: prompt tokens per prefill call.
-        drafter: proposes tokens.
+        speculation: who proposes tokens.
         steps: decode steps per call of `step`.
 
     Attributes:
@@ -57,15 +58,16 @@ class Compiled:
         model: ServedModel,
         cfg: HierarchyConfig,
         chunk: int,
-        drafter: Drafter,
+        speculation: Speculation,
         steps: int = 1,
     ) -> None:
-        self.chunk = chunk
+        self.chunk, drafter = chunk, speculation.drafter
         room = prefill.padded_capacity(cfg, chunk)
         window = room if drafter.window is None else drafter.window
         # The oldest chunk is overwritten by the newest, which may hold a single token.
         self.tap_rows = min(room, (-(-window // chunk) + 1) * chunk)
-        self.step = jax.jit(partial(decode_steps, steps, model, drafter, cfg), donate_argnums=2)
+        step = partial(decode_steps, steps, model, speculation, cfg)
+        self.step = jax.jit(step, donate_argnums=3)
         self.forward = jax.jit(partial(forward, model, cfg), donate_argnums=1)
         self.finish = jax.jit(lambda state, n: finish_step(state, cfg, n), donate_argnums=0)
         self.embed = jax.jit(partial(_embed, model, len(drafter.taps), self.tap_rows))
@@ -89,7 +91,7 @@ class Compiled:
         self.draft_prompt = jax.jit(partial(_draft_prompt, drafter, chunk), donate_argnums=1)
         self.draft_reset = jax.jit(lambda *args: drafter.reset(*args), donate_argnums=0)
         # A function of its own: jit caches by function, so engines would share and count one.
-        self.set_text = jax.jit(lambda *args: _set_text(*args), donate_argnums=0)
+        self.set_text = jax.jit(lambda *args: _set_text(*args), donate_argnums=(0, 1))
 
     def traces(self) -> int:
         """How many programs the jitted functions hold: constant after warm-up."""
@@ -124,9 +126,11 @@ def _first_token(
     return choose(logits, sampler, length[None])[0]
 
 
-def _set_text(texts: Texts, row: Int[Array, ""], text: Texts) -> Texts:
-    """`texts` with request row `row` replaced by the one row of `text`."""
-    return jax.tree.map(lambda every, one: every.at[row].set(one[0]), texts, text)
+def _set_text(texts: Texts, load: Load, row: Int[Array, ""], text: Texts) -> tuple[Texts, Load]:
+    """Row `row` writes the one row of `text`; nothing is known yet of its load."""
+    put = lambda every, one: every.at[row].set(one[0])
+    fresh = init_load(1, load.acceptance.shape[1])
+    return jax.tree.map(put, texts, text), jax.tree.map(put, load, fresh)
 
 
 def _draft_prompt(

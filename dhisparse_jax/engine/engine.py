@@ -1,6 +1,7 @@
 """Continuous batching over a fixed number of request rows."""
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
@@ -24,13 +25,15 @@ from dhisparse_jax.engine.events import (
     step_metrics,
 )
 from dhisparse_jax.engine.memory import check_memory
+from dhisparse_jax.engine.meter import Meter
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.sampling import sampler_row
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, check_draft
-from dhisparse_jax.step import MAX_STOPS, DecodeState, Texts, no_texts
+from dhisparse_jax.speculation.schedule import Rule, init_load
+from dhisparse_jax.step import MAX_STOPS, DecodeState, Speculation, StepOutput, Texts, no_texts
 from pallas_kernels.common.ids import NO_SLOT
 
 PREFILL_CHUNK = 256
@@ -54,12 +57,15 @@ class Engine:
         cfg: sizes of the hierarchy.
         chunk: prompt tokens per prefill call.
         draft: proposes tokens; by default none, so that a step gives one token.
+        rule: how many of the proposed tokens are verified.
         steps: decode steps in one dispatch. A request that ends inside one idles until its end.
 
     Attributes:
         state: the hierarchy, between steps.
         draft_state: what the drafter keeps of every request.
+        load: what the last steps were like, for the rule.
         texts: what every row is writing.
+        meter: what the machine does, for the rule.
         sizes: bytes of its parts.
         compiled: the jitted functions.
 
@@ -75,6 +81,7 @@ class Engine:
         cfg: HierarchyConfig,
         chunk: int = PREFILL_CHUNK,
         draft: Draft = NO_DRAFT,
+        rule: Rule = Rule.ALL,
         steps: int = 1,
     ) -> None:
         if cfg.capacity > model.context:
@@ -89,10 +96,13 @@ class Engine:
         commit = partial(jax.device_put, device=jax.devices()[0])
         self.model, self.params, self.cfg = model, commit(params), cfg
         self.drafter, self.draft_params = draft.drafter, commit(draft.params)
-        self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), draft.drafter, steps)
+        speculation = Speculation(draft.drafter, rule)
+        self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, steps)
         self.state: HierarchyState = init(cfg)
         self.draft_state = commit(draft.drafter.init(cfg.requests))
+        self.load = commit(init_load(cfg.requests, draft.drafter.length))
         self.texts = commit(no_texts(cfg.requests))
+        self.meter = Meter(cfg, self.state) if rule is not Rule.ALL else Meter(cfg)
         self._rows: list[_Running | None] = [None] * cfg.requests
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
@@ -195,7 +205,7 @@ class Engine:
         text = self._text(running)
         first = self.compiled.first_token(self.params, hidden, jnp.int32(len(tokens)), text.sampler)
         text = dataclasses.replace(text, anchor=first[None])
-        self.texts = self.compiled.set_text(self.texts, jnp.int32(row), text)
+        self.texts, self.load = self.compiled.set_text(self.texts, self.load, jnp.int32(row), text)
         yield from self._deliver(row, (int(first),))
 
     def _text(self, running: _Running) -> Texts:
@@ -217,10 +227,10 @@ class Engine:
             number: steps done before.
         """
         with jax.profiler.StepTraceAnnotation("decode_step", step_num=number + 1):
-            state = DecodeState(hierarchy=self.state, draft=self.draft_state, texts=self.texts)
-            output, state = self.compiled.step(self.params, self.draft_params, state)
-            self.state, self.draft_state, self.texts = state.hierarchy, state.draft, state.texts
+            begin = time.perf_counter()
+            output = self._dispatch()
             emitted: Any = jax.device_get(output)
+            self.meter.add(time.perf_counter() - begin, emitted.records)
         steps = int(emitted.count.any(axis=1).sum())  # after the end of the last request, none
         for step in range(steps):
             now = jax.tree.map(lambda leaf, step=step: leaf[step], emitted)
@@ -229,6 +239,17 @@ class Engine:
                 if running is not None:
                     yield from self._deliver(row, tuple(now.tokens[row, : now.count[row]].tolist()))
         return steps
+
+    def _dispatch(self) -> StepOutput:
+        state = DecodeState(
+            hierarchy=self.state, draft=self.draft_state, load=self.load, texts=self.texts
+        )
+        output, state = self.compiled.step(
+            self.params, self.draft_params, self.meter.profile, state
+        )
+        self.state, self.draft_state = state.hierarchy, state.draft
+        self.load, self.texts = state.load, state.texts
+        return output
 
     def _done(self, number: int, output: Any) -> StepDone:  # noqa: ANN401
         """What a step did; `output` is its `StepOutput` with NumPy arrays."""
