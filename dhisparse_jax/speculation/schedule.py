@@ -124,7 +124,7 @@ def live_queries(
 
 def throughput(
     survival: Float[Array, "R N"], load: Load, profile: Profile, room: Int[Array, " R"]
-) -> Float[Array, " RN+1"]:
+) -> Float[Array, " K"]:
     """Expected tokens per second with the k most valuable proposals verified, k = 0 .. R N.
 
     -inf where there are fewer than k.
@@ -202,7 +202,7 @@ def _fetch_seconds(
 
 def _order(
     survival: Float[Array, "R N"], load: Load, profile: Profile, room: Int[Array, " R"]
-) -> Int[Array, " RN"]:
+) -> Int[Array, " K"]:
     """All proposals, request by request, by what they give for their time, most first.
 
     The first in the order are a prefix of every request: none is worth more than those before it,
