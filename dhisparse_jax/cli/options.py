@@ -9,10 +9,13 @@ from typing import Annotated
 import typer
 
 HIERARCHY = "KV hierarchy"
+SPECULATION = "Speculation"
 SAMPLING = "Sampling"
 OUTPUT = "Output"
 
 BUNDLED_MODEL = "tiny"
+NO_DRAFT = "none"
+AUTO = "auto"
 MOST_AT_ONCE = 8
 
 
@@ -47,6 +50,27 @@ class HierarchyOptions:
 
 
 @dataclass(frozen=True)
+class DraftOptions:
+    """The options of speculation, as given.
+
+    Attributes:
+        name: of a bundled draft, a checkpoint folder, or NO_DRAFT.
+        length: tokens to propose per step; None: as many as the draft can.
+        auto: verify as many of them as pay, instead of all.
+    """
+
+    name: str = NO_DRAFT
+    length: int | None = None
+    auto: bool = False
+
+    @classmethod
+    def of(cls, name: str, length: str | None) -> "DraftOptions":
+        """From the two options; `length` is a number or AUTO."""
+        auto = length == AUTO
+        return cls(name, None if length is None or auto else int(length), auto)
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """The options of sampling, as given; `dhisparse_jax.sampling.Sampling` says what they mean."""
 
@@ -63,6 +87,15 @@ def count(value: int | None) -> int | None:
     """Refuse less than 1; None is an option that was not given."""
     if value is not None and value < 1:
         raise typer.BadParameter(f"{value} is less than 1")
+    return value
+
+
+def draft_length(value: str | None) -> str | None:
+    """Refuse what is neither AUTO nor a number of at least 1."""
+    if value is None or value == AUTO:
+        return value
+    if not value.isdecimal() or int(value) < 1:
+        raise typer.BadParameter(f"{value} is neither {AUTO} nor a number of at least 1")
     return value
 
 
@@ -132,6 +165,30 @@ Batch = Annotated[
         help="Requests at the same time; others wait until one ends. Default: all, at most "
         f"{MOST_AT_ONCE}.",
         rich_help_panel=HIERARCHY,
+    ),
+]
+
+# How several tokens come out of one step
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="none|dflash|dflash2|dspark|DIR",
+        help="A small model that proposes tokens, which the model verifies together: a bundled "
+        "one, or the folder of a checkpoint made for this model. Greedy tokens are the same with "
+        "every draft, sampled ones have the same distribution.",
+        rich_help_panel=SPECULATION,
+    ),
+]
+DraftLength = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-length",
+        metavar="N|auto",
+        callback=draft_length,
+        help="Tokens to propose per step; auto: verify as many as pay at the measured speed, so "
+        "that sampled texts are not repeatable. Default: as many as the draft can.",
+        rich_help_panel=SPECULATION,
     ),
 ]
 

@@ -88,6 +88,7 @@ class Compiled:
         self.leave = jax.jit(lambda state, row: requests.leave(state, cfg, row), donate_argnums=0)
         self.admit = jax.jit(partial(_admit, cfg), static_argnums=1, donate_argnums=0)
         self.first_token = jax.jit(partial(_first_token, model))
+        self.draft_step = jax.jit(partial(_draft_step, model, drafter))
         self.draft_prompt = jax.jit(partial(_draft_prompt, drafter, chunk), donate_argnums=1)
         self.draft_reset = jax.jit(lambda *args: drafter.reset(*args), donate_argnums=0)
         # A function of its own: jit caches by function, so engines would share and count one.
@@ -131,6 +132,23 @@ def _set_text(texts: Texts, load: Load, row: Int[Array, ""], text: Texts) -> tup
     put = lambda every, one: every.at[row].set(one[0])
     fresh = init_load(1, load.acceptance.shape[1])
     return jax.tree.map(put, texts, text), jax.tree.map(put, load, fresh)
+
+
+def _draft_step(
+    model: ServedModel,
+    drafter: Drafter,
+    params: Params,
+    draft_params: Params,
+    state: DraftState,
+    texts: Texts,
+    length: Int[Array, " R"],
+) -> DraftState:
+    """What the drafter does in a step, by itself; embeddings stand in for the target's features."""
+    proposal = drafter.propose(draft_params, state, texts.anchor, length, texts.sampler)
+    x = model.embed(params, jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1))
+    features = jnp.concatenate([x] * len(drafter.taps), axis=-1)
+    count = jnp.full_like(length, x.shape[1])
+    return drafter.commit(draft_params, state, features, length, count)
 
 
 def _draft_prompt(

@@ -25,7 +25,7 @@ from dhisparse_jax.engine.events import (
     step_metrics,
 )
 from dhisparse_jax.engine.memory import check_memory
-from dhisparse_jax.engine.meter import Meter
+from dhisparse_jax.engine.meter import Meter, seconds_of
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
@@ -178,6 +178,17 @@ class Engine:
     def leave(self, row: int) -> None:
         """Free a row that `prefill` occupied."""
         self.state = self.compiled.leave(self.state, jnp.int32(row))
+
+    def draft_step_seconds(self) -> float:
+        """Seconds of a proposal and its commit by themselves; 0 without a draft.
+
+        In a step they are part of one program with everything else, whose parts the host cannot
+        time. The state stays as it is.
+        """
+        if self.drafter.length == 0:
+            return 0.0
+        inputs = (self.params, self.draft_params, self.draft_state, self.texts, self.state.length)
+        return seconds_of(lambda: self.compiled.draft_step(*inputs))
 
     def _check(self, request: Request) -> None:
         room = self.cfg.capacity

@@ -1,6 +1,7 @@
 """What the machine does: seconds of a step and of a fetched byte, measured while it runs."""
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import jax
@@ -78,12 +79,18 @@ def link_seconds(cfg: HierarchyConfig, state: HierarchyState) -> float:
     scratch = jnp.zeros((count, host.shape[1]), jnp.int32)
     places = jnp.arange(count, dtype=jnp.int32)
     read = jax.jit(_read)
+    seconds = seconds_of(lambda: read(host, scratch, jnp.asarray(rows), places))
+    return seconds / (count * cfg.record_words(pool) * WORD_BYTES)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Median wall time of a call until its result is there, after one that may compile."""
     times = []
     for _ in range(RUNS + 1):
         begin = time.perf_counter()
-        jax.block_until_ready(read(host, scratch, jnp.asarray(rows), places))
+        jax.block_until_ready(call())
         times.append(time.perf_counter() - begin)
-    return median(times[1:]) / (count * cfg.record_words(pool) * WORD_BYTES)
+    return median(times[1:])
 
 
 def _read(
