@@ -17,7 +17,7 @@ from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
-from dhisparse_jax.speculation.schedule import Load, init_load
+from dhisparse_jax.speculation.schedule import Load, join_load
 from dhisparse_jax.step import Speculation, Texts, decode_steps, finish_step, forward
 
 if TYPE_CHECKING:
@@ -128,10 +128,9 @@ def _first_token(
 
 
 def _set_text(texts: Texts, load: Load, row: Int[Array, ""], text: Texts) -> tuple[Texts, Load]:
-    """Row `row` writes the one row of `text`; nothing is known yet of its load."""
+    """Row `row` writes the one row of `text` from now on."""
     put = lambda every, one: every.at[row].set(one[0])
-    fresh = init_load(1, load.acceptance.shape[1])
-    return jax.tree.map(put, texts, text), jax.tree.map(put, load, fresh)
+    return jax.tree.map(put, texts, text), join_load(load, row)
 
 
 def _draft_step(

@@ -67,7 +67,7 @@ class Load:
 
     Attributes:
         acceptance: float32 how often proposal i was accepted when all before it were, a moving
-            average; 1 for a new request.
+            average.
         query_bytes: float32 bytes that a single query fetches, a moving average.
         survival: float32 survivals by confidence, two steps ago and in the last step.
     """
@@ -78,11 +78,21 @@ class Load:
 
 
 def init_load(requests: int, length: int) -> Load:
-    """The load of new requests: every proposal is expected to be accepted, none to fetch."""
+    """The load at first: every proposal is expected to be accepted, and none to fetch."""
     return Load(
         acceptance=jnp.ones((requests, length), jnp.float32),
         query_bytes=jnp.zeros(requests, jnp.float32),
         survival=jnp.ones((requests, 2, length), jnp.float32),
+    )
+
+
+def join_load(load: Load, row: Int[Array, ""]) -> Load:
+    """A new request in row `row`: expected to be like the others were of late."""
+    like = lambda values: values.at[row].set(values.mean(axis=0))
+    return Load(
+        acceptance=like(load.acceptance),
+        query_bytes=like(load.query_bytes),
+        survival=load.survival.at[row].set(1.0),
     )
 
 

@@ -1,14 +1,22 @@
 """Speculation changes how many steps a text takes, never the text (greedy, float32)."""
 
+from collections import Counter
 from functools import cache
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from scipy import stats
 
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Finished, NewTokens, StepDone
+from dhisparse_jax.engine.request import Request
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
+from dhisparse_jax.sampling import Sampling, sampler_row, target_logits
+from tests.support.dense import dense_logits
 from tests.support.serving import CONTEXT, POLICIES, config, drafted, engine, model, request, run
 from tests.support.toy_draft import toy_draft, with_errs
 
@@ -154,3 +162,34 @@ def test_draft_longer_than_the_tail():
             hot_rows=4,
             tail=6,
         )
+
+
+def test_sampled_tokens_have_the_target_distribution():
+    """The first two of four tokens, many times: their joint distribution is the target's.
+
+    The prefill draws the first, a block the second; with the 3 most likely tokens there are 9
+    pairs, whose probabilities follow from the model without a hierarchy.
+    """
+    sampling = lambda seed: Sampling(temperature=1.5, top_k=3, seed=seed)
+    served = with_errs(served_with("fixed", 3), errs=0)
+    count, prompt = 600, REQUESTS[0].prompt
+    asked = [
+        Request(name="it", prompt=prompt, max_new_tokens=4, sampling=sampling(7))
+        for _ in range(count)
+    ]
+    result = run(served, asked)
+    assert sum(result.acceptance.accepted) > 0
+    seen = Counter(tuple(tokens[:2]) for tokens in result.tokens.values())
+    rows = sampler_row(sampling(0), 0)
+    after = lambda text: np.asarray(
+        jax.nn.softmax(target_logits(jnp.asarray(dense_logits(*model(), text)[-1:]), rows))[0]
+    ).astype(np.float64)
+    expected = {}
+    for first in np.flatnonzero(after(prompt)):
+        second = after((*prompt, int(first)))
+        for token in np.flatnonzero(second):
+            expected[int(first), int(token)] = after(prompt)[first] * second[token]
+    assert set(seen) <= set(expected)
+    found = [seen[pair] for pair in expected]
+    wanted = np.array(list(expected.values()))
+    assert stats.chisquare(found, wanted / wanted.sum() * count).pvalue > 1e-3

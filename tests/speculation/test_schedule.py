@@ -16,6 +16,7 @@ from dhisparse_jax.speculation.schedule import (
     best,
     early_stop,
     init_load,
+    join_load,
     live_queries,
     observe,
     throughput,
@@ -278,3 +279,17 @@ def test_survivals_become_stale_after_two_steps():
         load = step(load, confidence, [3], [1], [0.0])
     np.testing.assert_allclose(load.survival[0, 0], [0.9, 0.45], rtol=1e-6)
     np.testing.assert_allclose(load.survival[0, 1], [0.4, 0.2], rtol=1e-6)
+
+
+def test_a_new_request_starts_from_what_the_others_are_like():
+    load = dataclasses.replace(
+        init_load(3, 2),
+        acceptance=jnp.asarray([[0.0, 0.2], [0.5, 0.5], [1.0, 0.2]]),
+        query_bytes=jnp.asarray([0.0, 4.0, 8.0]),
+        survival=jnp.zeros((3, 2, 2)),
+    )
+    joined = join_load(load, jnp.int32(1))
+    np.testing.assert_allclose(joined.acceptance, [[0.0, 0.2], [0.5, 0.3], [1.0, 0.2]], rtol=1e-6)
+    np.testing.assert_allclose(joined.query_bytes, [0.0, 4.0, 8.0])
+    np.testing.assert_allclose(joined.survival[1], 1.0)
+    np.testing.assert_allclose(joined.survival[2], 0.0)

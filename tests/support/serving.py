@@ -47,10 +47,10 @@ def engine(policy, hot_rows, **sizes):
     return Engine(*model(), config(policy, hot_rows, **sizes), chunk=CHUNK)
 
 
-def drafted(policy, hot_rows, draft, *, steps=1, **sizes):
+def drafted(policy, hot_rows, draft, **options):
     """An engine with a drafter; not shared, since a draft is not hashable."""
-    cfg = config(policy, hot_rows, queries=draft.drafter.length + 1, **sizes)
-    return Engine(*model(), cfg, chunk=CHUNK, draft=draft, steps=steps)
+    cfg = config(policy, hot_rows, queries=draft.drafter.length + 1)
+    return Engine(*model(), cfg, chunk=CHUNK, draft=draft, **options)
 
 
 def prompt(length, seed=0):

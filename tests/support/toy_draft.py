@@ -14,6 +14,7 @@ import numpy as np
 from dhisparse_jax.sampling import Purpose, draw, position_keys
 from dhisparse_jax.speculation.protocol import Draft, Proposal
 from dhisparse_jax.speculation.ring import init_ring, reset_row, ring_capacity, write
+from dhisparse_jax.speculation.schedule import Profile
 
 SCORES = (1.5, 0.5, 0.0)
 """Logits of the guess and of two other candidates."""
@@ -88,3 +89,16 @@ def with_errs(engine, errs):
     """The same engine with a draft that errs as often as this."""
     engine.draft_params |= {"errs": jax.device_put(jnp.int32(errs), jax.devices()[0])}
     return engine
+
+
+class FixedMeter:
+    """Stands in for what an engine measures: a step of a second, and this much per fetched byte."""
+
+    def __init__(self, cfg, byte_seconds):
+        self.profile = Profile(
+            step_seconds=jnp.ones(cfg.requests * cfg.queries + 1, jnp.float32),
+            byte_seconds=jnp.float32(byte_seconds),
+        )
+
+    def add(self, seconds, records):
+        """Keep the profile as it is."""
