@@ -9,6 +9,7 @@ import pytest
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.engine.memory import sizes
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout, requests
 from dhisparse_jax.hierarchy.group import open_group
 from dhisparse_jax.hierarchy.select import IndexInputs
@@ -16,7 +17,7 @@ from dhisparse_jax.hierarchy.state import init
 from dhisparse_jax.model import layers_of, places_of
 from dhisparse_jax.speculation.ring import visible
 from tests.support.dense import dense_features
-from tests.support.serving import POLICIES, drafted, engine, model, request, run
+from tests.support.serving import CONTEXT, POLICIES, drafted, engine, model, request, run
 from tests.support.toy_draft import toy_draft, with_errs
 
 LENGTH, WINDOW = 3, 10
@@ -124,6 +125,30 @@ def test_drafter_sees_the_features_of_accepted_tokens_only(case):
         np.testing.assert_array_equal(parts["ring positions"], newest)
         np.testing.assert_allclose(parts["ring"][:, 0], wanted[newest], rtol=1e-4, atol=1e-4)
     assert length > prompt
+
+
+@pytest.mark.parametrize("prompt", [1, 16, 17, 95])
+def test_drafter_without_a_window_gets_the_whole_prompt(prompt):
+    draft = toy_draft(length=1, window=None, positions=CONTEXT)
+    engine_ = drafted(*POLICIES["fixed"], draft)
+    tokens = request(prompt, 1).prompt
+    list(engine_.prefill(1, 0, tokens))
+    wanted = dense_features(*model(), tokens, draft.drafter.taps)
+    found = np.asarray(engine_.draft_state.keys)[1, 0, :prompt, 0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert np.asarray(engine_.draft_state.next).tolist() == [0, prompt, 0]
+
+
+def test_only_the_newest_features_of_a_prompt_are_kept():
+    """A window of 10 in chunks of 16: two chunks, whatever the capacity."""
+    assert only_engine().compiled.tap_rows == 32
+    hidden = only_engine().compiled.embed(only_engine().params, jnp.zeros(96, jnp.int32))
+    assert hidden.taps.shape == (2, 32, 24)
+
+
+def test_full_attention_needs_a_number_of_positions():
+    with pytest.raises(UserError, match="attends to the whole history"):
+        drafted(*POLICIES["fixed"], toy_draft(length=1, window=None))
 
 
 def test_places_of_layers():

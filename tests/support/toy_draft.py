@@ -19,6 +19,8 @@ from dhisparse_jax.speculation.schedule import Profile
 SCORES = (1.5, 0.5, 0.0)
 """Logits of the guess and of two other candidates."""
 
+LONGEST = 512
+
 
 @dataclasses.dataclass(frozen=True)
 class ToyDrafter:
@@ -27,12 +29,13 @@ class ToyDrafter:
     length: int = 3
     taps: tuple[int, ...] = (2, 0)
     window: int | None = 10
+    positions: int | None = None
     vocabulary: int = 61
     width: int = 24
     estimates_confidence: bool = True
 
     def init(self, requests):
-        slots = ring_capacity([self.window], self.length + 1)
+        slots = ring_capacity([self.window], self.length + 1, self.positions)
         return init_ring(requests, 1, slots, 1, self.width * len(self.taps), jnp.float32)
 
     def propose(self, params, state, anchor, length, sampler):
@@ -68,17 +71,16 @@ class ToyDrafter:
         return reset_row(state, row)
 
 
-def toy_draft(texts=(), positions=512, errs=5, **options):
+def toy_draft(texts=(), errs=5, **options):
     """A toy draft that knows these texts: sequences of tokens from position 0 on.
 
     Args:
         texts: what to propose.
-        positions: longest text.
         errs: this many in every 16 guesses are wrong.
         options: fields of the drafter.
     """
     drafter = ToyDrafter(**options)
-    table = np.zeros((drafter.vocabulary, positions), np.int32)
+    table = np.zeros((drafter.vocabulary, LONGEST), np.int32)
     for text in texts:
         for position, (token, after) in enumerate(itertools.pairwise(text)):
             table[token, position] = after
