@@ -1,7 +1,7 @@
 """A draft model as the library's speculation wants it: pure functions over a draft ring."""
 
 import dataclasses
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from flax import nnx
@@ -34,12 +34,12 @@ class DrafterParams(TypedDict):
     """Weights of a drafter.
 
     Attributes:
-        draft: of the draft model.
+        draft: of the draft model, as `nnx.split` gives them.
         embedding: of the target, or the draft's own.
         head: of the target, or the draft's own.
     """
 
-    draft: nnx.State
+    draft: Any
     embedding: Float[Array, "vocab d"]
     head: Float[Array, "d vocab"]
 

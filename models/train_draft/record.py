@@ -51,8 +51,8 @@ class DraftRecord:
     continued: int = 0
     steps: int = 0
     blocks: int = 0
-    curve: list[dict[str, float]] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
