@@ -72,26 +72,14 @@ def greedy(requests: int) -> Sampler:
     )
 
 
-def with_row(
-    sampler: Sampler, row: Int[Array, ""], values: tuple[Array, Array, Array, Array]
-) -> Sampler:
-    """`sampler` with (temperature, top_k, top_p, key) of one row replaced."""
-    temperature, top_k, top_p, key = values
+def sampler_row(sampling: Sampling, number: int) -> Sampler:
+    """The sampler of one row, for request `number` of a run."""
+    key = jax.random.fold_in(jax.random.key(jnp.uint32(sampling.seed)), jnp.uint32(number))
     return Sampler(
-        temperature=sampler.temperature.at[row].set(temperature),
-        top_k=sampler.top_k.at[row].set(top_k),
-        top_p=sampler.top_p.at[row].set(top_p),
-        key=sampler.key.at[row].set(key),
-    )
-
-
-def row_values(sampling: Sampling, number: int) -> tuple[Array, Array, Array, Array]:
-    """What `with_row` takes, for request `number` of a run."""
-    return (
-        jnp.float32(sampling.temperature),
-        jnp.int32(sampling.top_k),
-        jnp.float32(sampling.top_p),
-        jax.random.fold_in(jax.random.key(jnp.uint32(sampling.seed)), jnp.uint32(number)),
+        temperature=jnp.asarray([sampling.temperature], jnp.float32),
+        top_k=jnp.asarray([sampling.top_k], jnp.int32),
+        top_p=jnp.asarray([sampling.top_p], jnp.float32),
+        key=key[None],
     )
 
 

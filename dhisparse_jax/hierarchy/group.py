@@ -5,7 +5,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
@@ -28,7 +28,11 @@ class OpenGroup:
 
 
 def open_group(
-    state: HierarchyState, cfg: HierarchyConfig, pool: int, index: IndexInputs
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    index: IndexInputs,
+    live: Int[Array, " R"] | None = None,
 ) -> OpenGroup:
     """Select for the T new tokens of every request, and bring what they selected to the device.
 
@@ -40,11 +44,13 @@ def open_group(
         cfg: its sizes.
         pool: which group, counted from 0.
         index: what the group's indexer computed for the new tokens.
+        live: int32 how many of the T queries count, 0..T; None: all. The others select nothing, so
+            nothing is fetched for them, and their results mean nothing.
     """
     with jax.named_scope("append"):
         state = append_keys(state, cfg, pool, index.keys)
     with jax.named_scope("select"):
-        selection = select(state, cfg, pool, index)
+        selection = select(state, cfg, pool, index, live)
     with jax.named_scope("plan"):
         planned, state = plan(state, cfg, pool, selection)
     with jax.named_scope("retrieve"):

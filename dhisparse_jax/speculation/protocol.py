@@ -5,10 +5,14 @@ is at position S and not yet read by the target. Proposal i (from 0) is a candid
 position S + 1 + i.
 """
 
+import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler
@@ -46,6 +50,7 @@ class Drafter(Protocol):
         taps: target layers (from 0) after which it reads the residual stream. Features are these
             hidden states, concatenated in this order.
         window: how many of the newest committed positions it reads at most; None: all.
+        estimates_confidence: whether `Proposal.confidence` says anything.
     """
 
     @property
@@ -56,6 +61,9 @@ class Drafter(Protocol):
 
     @property
     def window(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def estimates_confidence(self) -> bool: ...  # noqa: D102
 
     def init(self, requests: int) -> DraftState:
         """The state of `requests` empty rows."""
@@ -99,3 +107,80 @@ class Drafter(Protocol):
     def reset(self, state: DraftState, row: Int[Array, ""]) -> DraftState:
         """Forget what row `row` held: another request joined it."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDraft:
+    """The drafter that proposes nothing: a step verifies its anchor alone and emits one token."""
+
+    length: int = 0
+    taps: tuple[int, ...] = ()
+    window: int | None = 0
+    estimates_confidence: bool = False
+
+    def init(self, requests: int) -> DraftState:
+        """Nothing to keep."""
+        return ()
+
+    def propose(
+        self,
+        params: Params,
+        state: DraftState,
+        anchor: Int[Array, " R"],
+        length: Int[Array, " R"],
+        sampler: Sampler,
+    ) -> Proposal:
+        """No tokens."""
+        requests = anchor.shape[0]
+        return Proposal(
+            tokens=jnp.zeros((requests, 0), jnp.int32),
+            candidates=jnp.zeros((requests, 0, 1), jnp.int32),
+            probabilities=jnp.zeros((requests, 0, 1), jnp.float32),
+            confidence=jnp.zeros((requests, 0), jnp.float32),
+        )
+
+    def commit(
+        self,
+        params: Params,
+        state: DraftState,
+        features: Float[Array, "R X taps"],
+        start: Int[Array, " R"],
+        count: Int[Array, " R"],
+    ) -> DraftState:
+        """Nothing to take in."""
+        return state
+
+    def reset(self, state: DraftState, row: Int[Array, ""]) -> DraftState:
+        """Nothing to forget."""
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A drafter and its weights.
+
+    Attributes:
+        drafter: its functions; static.
+        params: its weights, with what it shares with the target; any pytree.
+    """
+
+    drafter: Drafter
+    params: Params
+
+
+NO_DRAFT = Draft(drafter=NoDraft(), params=())
+
+
+def check_draft(drafter: Drafter, cfg: HierarchyConfig) -> None:
+    """Refuse a drafter that reads layers which the target does not have.
+
+    Raises:
+        UserError: with the layers.
+    """
+    layers = sum(cfg.geometry.layers_per_pool)
+    beyond = [layer for layer in drafter.taps if not 0 <= layer < layers]
+    if beyond:
+        raise UserError(
+            f"the draft reads the target after layer {beyond[0]}, but the target has {layers} "
+            f"layers (0 to {layers - 1}); use a draft that was made for this target"
+        )

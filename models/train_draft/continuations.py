@@ -131,7 +131,7 @@ def _run_group(
         return _Opened(cache=opened, selected=selected)
 
     attend = partial(_attend, served, first, positions)
-    x, opened = served.run_group(params, pool, x, positions, open_group, attend)
+    x, _, opened = served.run_group(params, pool, x, positions, open_group, attend)
     return x, opened
 
 
