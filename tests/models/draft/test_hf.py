@@ -129,6 +129,7 @@ def test_a_learned_mask_is_not_left_out_silently(tmp_path):
         (TOP, {"nested": {"block_size": 8}}, "block_size is 4, but 8 in dflash_config"),
         (TOP, {"nested": {"target_layer_ids": [0, 3]}}, r"layers \[0, 3\]; a target of 3"),
         (TOP, {"nested": {"target_layer_ids": [-1]}}, "a target of 3 layers has 0 to 2"),
+        (TOP, {"nested": {"target_layer_ids": [2, 2]}}, r"layers \[2, 2\], some twice"),
         (TOP, {"nested": {"target_layer_ids": 1}}, "expected a list of whole numbers"),
         (TOP, {"nested": {"mask_token_id": 256}}, "mask_token_id is 256"),
         (TOP, {"nested": {"attention_sink_bias": True}}, "attention_sink_bias"),
