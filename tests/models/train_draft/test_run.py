@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 from functools import partial
 
 import jax
@@ -141,12 +142,17 @@ def test_a_run_leaves_a_draft_and_a_record_and_goes_on(tmp_path, config_of, targ
     assert len(record["final"]["accept_by_position"]) == 7
     assert 1 <= record["final"]["accept_length"] <= 8
     assert record["parameters"] == sum(x.size for x in jax.tree.leaves(params))
+    assert (out / f"state.{record['saves'] % 2}").is_dir()
     before = data.read_bytes()
     DraftTrainer(config, target, corpus, out, data).run()
     again = json.loads((out / "run.json").read_text())
     assert again["steps"] == 8
     assert len(again["curve"]) == 2 * len(record["curve"])
     assert data.read_bytes() == before
+    # Killed while it saved: the state that the record names is still there.
+    shutil.rmtree(out / f"state.{(again['saves'] + 1) % 2}")
+    DraftTrainer(config, target, corpus, out, data).run()
+    assert json.loads((out / "run.json").read_text())["steps"] == 12
     other = DraftTrainer(config_of("dspark"), target, corpus, out, data)
     with pytest.raises(UserError, match="holds a run of dflash2, not of dspark"):
         other.run()
