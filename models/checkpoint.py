@@ -65,8 +65,10 @@ def save_weights(path: Path, flat: Flat) -> None:
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON object."""
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    """Writes a JSON object; a file that is there is replaced when the new one is whole."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def load_checkpoint(

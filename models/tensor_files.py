@@ -3,7 +3,7 @@
 Knows nothing about what the tensors mean; the caller says which names and shapes it expects.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ def check_headers(expected: Mapping[str, Shape], found: Mapping[str, Header]) ->
 
 
 @contextmanager
-def reading(files: Mapping[str, Path]) -> Iterator[Read]:
+def reading(files: Mapping[str, Path]) -> Generator[Read, None, None]:
     """Opens the files that hold the named tensors, and gives the function that reads one."""
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}

@@ -62,7 +62,9 @@ def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
     Raises:
         UserError: An entry is missing, unknown, or of the wrong type.
     """
-    tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    tuples: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
+    }
     try:
         for name, part in (("selector", SelectorConfig), ("markov", MarkovConfig)):
             if tuples.get(name) is not None:

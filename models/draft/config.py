@@ -118,6 +118,8 @@ class DraftConfig:
                 f"the draft taps the target's layers {list(self.taps)}; a target of "
                 f"{self.target_layers} layers has 0 to {self.target_layers - 1}"
             )
+        if len(set(self.taps)) < len(self.taps):
+            raise UserError(f"the draft taps the target's layers {list(self.taps)}, some twice")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
                 f"mask_token_id is {self.mask_token_id}, but the vocabulary has {self.vocab_size}"

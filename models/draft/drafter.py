@@ -1,7 +1,7 @@
 """A draft model as the library's speculation wants it: pure functions over a draft ring."""
 
 import dataclasses
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.models.draft.backbone import Context, DraftModel, Seen
 from dhisparse_jax.models.draft.block import (
+    Rows,
     Vocabulary,
     block_positions,
     block_seen,
@@ -33,12 +34,12 @@ class DrafterParams(TypedDict):
     """Weights of a drafter.
 
     Attributes:
-        draft: of the draft model.
+        draft: of the draft model, as `nnx.split` gives them.
         embedding: of the target, or the draft's own.
         head: of the target, or the draft's own.
     """
 
-    draft: nnx.State
+    draft: Any
     embedding: Float[Array, "vocab d"]
     head: Float[Array, "d vocab"]
 
@@ -100,11 +101,20 @@ class BlockDrafter:
         sampler: Sampler,
     ) -> Proposal:
         """See `speculation.protocol.Drafter`. Rows of the block are never written to the ring."""
-        config, model = self.config, self._model(params)
+        rows = self.rows(params, state, anchor, length)
+        hidden, logits = (part[:, 0, : self.length] for part in rows)
+        pick = picker(sampler, length)
+        return propose(self._model(params), self.config, hidden, logits, anchor, pick)
+
+    def rows(
+        self, params: DrafterParams, state: Ring, anchor: Int[Array, " R"], length: Int[Array, " R"]
+    ) -> Rows:
+        """The proposing rows of one block per request, over its ring; a = 1."""
+        config = self.config
         vocabulary = Vocabulary(params["embedding"], params["head"])
         positions = block_positions(config, length[:, None])
         seen = {w: visible(state, positions[:, 0], w)[1][:, None] for w in set(config.windows)}
-        hidden = model.hidden(
+        hidden = self._model(params).hidden(
             embed_rows(config, vocabulary, anchor[:, None]),
             positions,
             Context(state.keys, state.values),
@@ -113,10 +123,7 @@ class BlockDrafter:
                 for layer, window in enumerate(config.windows)
             ),
         )
-        rows = propose_rows(config, vocabulary, hidden)
-        pick = picker(sampler, length)
-        kept = (rows.hidden[:, 0, : self.length], rows.logits[:, 0, : self.length])
-        return propose(model, config, *kept, anchor, pick)
+        return propose_rows(config, vocabulary, hidden)
 
     def commit(
         self,

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from dhisparse_jax.configs.glm import GlmConfig
@@ -72,7 +71,7 @@ def load_published_draft(directory: Path, target: GlmConfig) -> PublishedDraft:
         config=config,
         params=cast_like(unflatten(flat, like), like),
         embedding=arrays.get(EMBEDDING),
-        head=None if head is None else jnp.asarray(head).T,
+        head=None if head is None else head.T,
     )
 
 

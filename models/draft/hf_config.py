@@ -109,12 +109,12 @@ def _kind(raw: Raw) -> Kind:
     """Which draft it is, by its architecture or by speculators' type."""
     if "speculators_model_type" in raw:
         name = raw["speculators_model_type"]
-        kinds = {kind: kind for kind in _ARCHITECTURES.values()}
+        kinds: dict[str, Kind] = {str(kind): kind for kind in _ARCHITECTURES.values()}
     else:
         names = raw.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
         kinds = _ARCHITECTURES
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise UserError(f"the draft's architecture is {name!r}; supported are {', '.join(kinds)}")
     return kinds[name]
 

@@ -105,7 +105,8 @@ def _walk_candidates(
     previous = jnp.concatenate((first, ids[:, :-1]), axis=1)
     scores = unary[:, :, None] + model.candidate_selector.pair_scores(hidden, previous, ids)
     index = jnp.zeros_like(anchor)
-    tokens, distributions = [], []
+    tokens: list[jax.Array] = []
+    distributions: list[jax.Array] = []
     for number in range(ids.shape[1]):
         row = jnp.take_along_axis(scores[:, number], index[:, None, None], axis=1)[:, 0]
         index, q = pick(row, number)
@@ -132,7 +133,9 @@ def _walk_markov(
     assert head is not None
     unary = bound_logits(raw, config)
     previous, state = anchor, head.start(anchor.shape)
-    tokens, distributions, chances = [], [], []
+    tokens: list[jax.Array] = []
+    distributions: list[jax.Array] = []
+    chances: list[jax.Array] = []
     for number in range(raw.shape[1]):
         embedded, row = head.embed(previous), hidden[:, number]
         bias, state = head(state, embedded, row)

@@ -30,7 +30,7 @@ def bundled_draft(kind: Kind, target: GlmConfig) -> DraftConfig:
         head_dim=target.hidden_size // 4,
         target_hidden_size=target.hidden_size,
         target_layers=layers,
-        taps=(layers // 4, layers // 2, layers - 2),
+        taps=tuple(sorted({layers // 4, layers // 2, layers - 2})),
         mask_token_id=min(MASK_BYTE, target.vocab_size - 1),
         block_size=VERIFY_BLOCK - 1 if kind == "dspark" else VERIFY_BLOCK,
         anchor_first=kind == "dspark",

@@ -123,7 +123,9 @@ class DraftTrainer:
 
     def _write_continuations(self) -> None:
         """As many batches as the time for them allows."""
-        started, tokens, prefix = time.monotonic(), [], []
+        started = time.monotonic()
+        tokens: list[np.ndarray] = []
+        prefix: list[np.ndarray] = []
         for batch in range(self.config.max_batches):
             prompts = make_prompts(self.config, self.corpus.stream, self.config.seed + batch)
             key = jax.random.fold_in(run_key(self.config.seed + 1), batch)

@@ -40,6 +40,7 @@ class DraftRecord:
         evaluations: Accept lengths on left-out modules during the run.
         final: Those at the end: mean of accepted + 1, by position, and steps behind them.
         seconds: Time spent so far, of all runs that went on from one another.
+        saves: How often the state was saved; it lies in two folders by turns.
     """
 
     config: dict[str, Any]
@@ -51,10 +52,11 @@ class DraftRecord:
     continued: int = 0
     steps: int = 0
     blocks: int = 0
-    curve: list[dict[str, float]] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    saves: int = 0
 
     @classmethod
     def start(cls, config: DraftTrainConfig, corpus: Corpus) -> "DraftRecord":
@@ -82,9 +84,14 @@ class DraftRecord:
 
 
 def save_run(out: Path, config: DraftTrainConfig, state: DraftState, record: DraftRecord) -> None:
-    """Writes `checkpoint/`, `state/` and `run.json` under `out`."""
+    """Writes `checkpoint/`, the state and `run.json` under `out`.
+
+    The record is written last and says where its state lies, so that a run which is killed here
+    goes on from the state before.
+    """
     save_draft(out / "checkpoint", config.draft, state.params)
-    save_weights(out / "state", _flat_state(state))
+    record.saves += 1
+    save_weights(_state_folder(out, record.saves), _flat_state(state))
     save_json(out / "run.json", dataclasses.asdict(record))
 
 
@@ -94,18 +101,22 @@ def resume_run(out: Path, record: DraftRecord, fresh: DraftState) -> tuple[Draft
     Raises:
         UserError: `out` holds a run of another draft.
     """
-    if not (out / "run.json").is_file() or not (out / "state").is_dir():
+    if not (out / "run.json").is_file():
         return fresh, record
     old = read_json(out / "run.json")
     if old.get("kind") != record.kind:
         raise UserError(
             f"{out} holds a run of {old.get('kind')}, not of {record.kind}; choose another folder"
         )
-    flat = restore_weights(out / "state", _flat_state(fresh))
+    flat = restore_weights(_state_folder(out, old["saves"]), _flat_state(fresh))
     leaves = [jnp.asarray(flat[name], leaf.dtype) for name, leaf in _flat_state(fresh).items()]
     state = jax.tree.unflatten(jax.tree.structure(fresh), leaves)
-    kept = ("continued", "steps", "blocks", "curve", "evaluations", "final", "seconds")
+    kept = ("continued", "steps", "blocks", "curve", "evaluations", "final", "seconds", "saves")
     return state, dataclasses.replace(record, **{name: old[name] for name in kept})
+
+
+def _state_folder(out: Path, saves: int) -> Path:
+    return out / f"state.{saves % 2}"
 
 
 def _flat_state(state: DraftState) -> Flat:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 from dhisparse_jax.configs.glm import GlmConfig
@@ -56,7 +57,7 @@ class Read(NamedTuple):
     last: Float[Array, "b s d"]
 
 
-Chunk = Callable[[DraftState, Nested, Texts, Key[Array, ""], np.float32], tuple[DraftState, Losses]]
+Chunk = Callable[[DraftState, Nested, Texts, Key[Array, ""], ArrayLike], tuple[DraftState, Losses]]
 
 
 def rate_at(config: DraftTrainConfig, fraction: float) -> np.float32:
@@ -128,7 +129,7 @@ def make_chunk(config: DraftTrainConfig, target: GlmConfig) -> Chunk:
     compute = jnp.dtype(config.compute_dtype)
 
     def chunk(
-        state: DraftState, weights: Nested, texts: Texts, key: jax.Array, rate: jax.Array
+        state: DraftState, weights: Nested, texts: Texts, key: jax.Array, rate: ArrayLike
     ) -> tuple[DraftState, Losses]:
         model = build_model(target, weights, compute)
 
