@@ -1,12 +1,20 @@
 """Every option, written once, with its unit and its default. Knows nothing about what they do."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from dhisparse_jax.cli.checks import (
+    AUTO,
+    count,
+    draft_length,
+    not_negative,
+    probability,
+    seed_value,
+)
 
 HIERARCHY = "KV hierarchy"
 SPECULATION = "Speculation"
@@ -15,7 +23,6 @@ OUTPUT = "Output"
 
 BUNDLED_MODEL = "tiny"
 NO_DRAFT = "none"
-AUTO = "auto"
 MOST_AT_ONCE = 8
 
 
@@ -78,46 +85,6 @@ class SamplingOptions:
     top_k: int
     top_p: float
     seed: int
-
-
-# Checks, instead of typer's own ranges: those let NaN through, and do not repeat the value.
-
-
-def count(value: int | None) -> int | None:
-    """Refuse less than 1; None is an option that was not given."""
-    if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} is less than 1")
-    return value
-
-
-def draft_length(value: str | None) -> str | None:
-    """Refuse what is neither AUTO nor a number of at least 1."""
-    if value is None or value == AUTO:
-        return value
-    if not value.isdecimal() or int(value) < 1:
-        raise typer.BadParameter(f"{value} is neither {AUTO} nor a number of at least 1")
-    return value
-
-
-def not_negative(value: float) -> float:
-    """Refuse less than 0, NaN and infinity."""
-    if not (math.isfinite(value) and value >= 0):
-        raise typer.BadParameter(f"{value} is not a number of at least 0")
-    return value
-
-
-def probability(value: float) -> float:
-    """Refuse what is not above 0 and at most 1."""
-    if not 0 < value <= 1:
-        raise typer.BadParameter(f"{value} is not above 0 and at most 1")
-    return value
-
-
-def seed_value(value: int) -> int:
-    """Refuse what does not fit the 32 bits of a seed."""
-    if not 0 <= value < 2**32:
-        raise typer.BadParameter(f"{value} is not in the range 0 to {2**32 - 1}")
-    return value
 
 
 Model = Annotated[
