@@ -2,6 +2,7 @@
 
 Commands
     load_sweep    the policies against the load, on the bundled model
+    speculation   drafts and draft lengths against the load, on the bundled model
     kernels       every operation against its floor
     tune          variants of the kernels that have a choice, each checked before it is timed
     link          reads and writes of host memory by record size and span

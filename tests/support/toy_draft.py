@@ -13,7 +13,7 @@ import numpy as np
 
 from dhisparse_jax.sampling import Purpose, draw, position_keys
 from dhisparse_jax.speculation.protocol import Draft, Proposal
-from dhisparse_jax.speculation.ring import init_ring, reset_row, ring_capacity, write
+from dhisparse_jax.speculation.ring import init_ring, reset_row, ring_capacity, visible, write
 from dhisparse_jax.speculation.schedule import Profile
 
 SCORES = (1.5, 0.5, 0.0)
@@ -39,10 +39,10 @@ class ToyDrafter:
         return init_ring(requests, 1, slots, 1, self.width * len(self.taps), jnp.float32)
 
     def propose(self, params, state, anchor, length, sampler):
-        before, places = anchor, []
+        before, places, broken = anchor, [], self._broken(state, length)
         for i in range(self.length):
             position = length + i
-            wrong = (before * 7 + position * 5) % 16 < params["errs"]
+            wrong = broken | ((before * 7 + position * 5) % 16 < params["errs"])
             guess = params["next"][before, position]
             guess = jnp.where(wrong, guess + 5, guess) % self.vocabulary
             offsets = jnp.asarray([0, 1, 7], jnp.int32)
@@ -62,6 +62,13 @@ class ToyDrafter:
         return Proposal(
             tokens=tokens, candidates=candidates, probabilities=q, confidence=confidence
         )
+
+    def _broken(self, ring, length):
+        """Whether a request's block sees a NaN in the ring: then all its guesses are wrong."""
+        rows = length[:, None] + jnp.arange(self.length + 1, dtype=jnp.int32)[None]
+        _, seen = visible(ring, rows, self.window)
+        shown = seen.any(axis=1)[:, None, :, None, None]
+        return jnp.isnan(jnp.where(shown, ring.keys, 0.0).sum(axis=(1, 2, 3, 4)))
 
     def commit(self, params, state, features, start, count):
         row = features[:, None, :, None].astype(jnp.float32)
