@@ -16,12 +16,12 @@ from dhisparse_jax.models.draft.checkpoint import (
     make_draft,
 )
 from dhisparse_jax.models.draft.drafter import drafter_of
-from dhisparse_jax.models.params import params_of
+from dhisparse_jax.models.params import flatten, params_of
 from dhisparse_jax.models.train.loop import run_key
 from dhisparse_jax.models.train_draft.__main__ import main
 from dhisparse_jax.models.train_draft.config import DraftTrainConfig, bundled_draft
 from dhisparse_jax.models.train_draft.evaluate import accepted_counts, evaluation_texts, walk
-from dhisparse_jax.models.train_draft.loop import DraftTrainer
+from dhisparse_jax.models.train_draft.loop import DraftTrainer, warm_start
 from dhisparse_jax.models.train_draft.step import (
     DraftState,
     Texts,
@@ -127,6 +127,19 @@ def test_the_rate_rises_and_falls():
     assert rate_at(config, 0.1) > 0.9
     assert rate_at(config, 0.5) == pytest.approx(0.5)
     assert rate_at(config, 1.0) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_dflash2_may_begin_as_a_dflash(config_of):
+    plain, more = (
+        params_of(make_draft(config_of(kind).draft, jnp.float32, seed))
+        for seed, kind in enumerate(("dflash", "dflash2"))
+    )
+    warm, start, fresh = flatten(warm_start(more, plain)), flatten(plain), flatten(more)
+    assert warm.keys() == fresh.keys()
+    for name, array in warm.items():
+        np.testing.assert_array_equal(array, start.get(name, fresh[name]))
+    with pytest.raises(UserError, match="no weights of the same names"):
+        warm_start(more, {"fc": {"kernel": jnp.zeros((2, 2))}})
 
 
 @pytest.mark.slow
