@@ -16,6 +16,7 @@ from dhisparse_jax.models.draft.checkpoint import (
     make_draft,
 )
 from dhisparse_jax.models.draft.drafter import drafter_of
+from dhisparse_jax.models.glm.dense import forward
 from dhisparse_jax.models.params import flatten, params_of
 from dhisparse_jax.models.train.loop import run_key
 from dhisparse_jax.models.train_draft.__main__ import main
@@ -25,6 +26,7 @@ from dhisparse_jax.models.train_draft.loop import DraftTrainer, warm_start
 from dhisparse_jax.models.train_draft.step import (
     DraftState,
     Texts,
+    block_truth,
     draft_optimizer,
     draw_anchors,
     make_chunk,
@@ -99,6 +101,20 @@ def test_the_walk_takes_the_steps_of_decoding():
     assert accepted.steps == 9
     assert accepted.length == pytest.approx((2 + 0 + 1 + 5) / 9 + 1)
     assert accepted.by_position == pytest.approx([3 / 9, 2 / 9, 1 / 9])
+
+
+def test_labels_are_the_tokens_after_the_anchor(target, text):
+    """Proposal n is for the token at anchor + 1 + n, of which the target spoke one row earlier."""
+    tokens = jnp.asarray(text, jnp.int32)
+    read = read_texts(target, (0, 1), tokens, jnp.zeros(4, jnp.int32))
+    anchors = jnp.asarray([[3], [9], [20], [40]], jnp.int32)
+    truth = block_truth(read, target, anchors, 3)
+    logits = forward(target, tokens, mode="sparse")
+    for row, at in enumerate((3, 9, 20, 40)):
+        np.testing.assert_array_equal(truth.labels[row, 0], tokens[row, at + 1 : at + 4])
+        np.testing.assert_array_equal(truth.previous[row, 0], tokens[row, at : at + 3])
+        np.testing.assert_allclose(truth.target[row, 0], logits[row, at : at + 3], atol=1e-4)
+    assert read.features.shape == (4, 48, 2 * SMALL.hidden_size)
 
 
 def test_anchors_leave_room_for_their_labels(config_of):
