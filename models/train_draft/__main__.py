@@ -31,6 +31,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data", type=Path, help="file of continuations, shared by drafts; OUT's own if left out"
     )
     parser.add_argument(
+        "--begin-with", type=Path, help="checkpoint of another draft, such as a DFlash's"
+    )
+    parser.add_argument(
         "--corpus", type=Path, help="folder of Python sources; the standard library if left out"
     )
     parser.add_argument("--minutes", type=float, default=6.0, help="wall time of the whole run")
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         data = options.data or options.out / "continuations.npz"
         corpus = load_corpus(options.corpus)
-        DraftTrainer(config, target, corpus, options.out, data).run()
+        DraftTrainer(config, target, corpus, options.out, data, options.begin_with).run()
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2

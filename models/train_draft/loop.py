@@ -12,10 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dhisparse_jax.models.draft.checkpoint import abstract_draft, make_draft
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.draft.checkpoint import abstract_draft, load_own_draft, make_draft
 from dhisparse_jax.models.glm.decode import serve
 from dhisparse_jax.models.glm.model import GlmModel
-from dhisparse_jax.models.params import Nested, build_model, cast_like, params_of
+from dhisparse_jax.models.params import (
+    Nested,
+    build_model,
+    cast_like,
+    flatten,
+    params_of,
+    unflatten,
+)
 from dhisparse_jax.models.train.corpus import Corpus
 from dhisparse_jax.models.train.loop import run_key
 from dhisparse_jax.models.train_draft.config import DraftTrainConfig
@@ -56,6 +64,24 @@ def make_prompts(config: DraftTrainConfig, stream: np.ndarray, seed: int) -> Pro
     )
 
 
+def warm_start(params: Nested, other: Nested) -> Nested:
+    """Weights of `other` where it has ones of the same name and shape.
+
+    Raises:
+        UserError: it has none.
+    """
+    flat, given = flatten(params), flatten(other)
+    taken = {
+        name: jnp.asarray(given[name])
+        for name, leaf in flat.items()
+        if name in given and given[name].shape == leaf.shape
+    }
+    if not taken:
+        raise UserError("the draft to begin with has no weights of the same names and sizes")
+    log.info("begins with %d of %d arrays of another draft", len(taken), len(flat))
+    return unflatten(flat | taken, params)
+
+
 @dataclass
 class DraftTrainer:
     """One training run of one draft.
@@ -66,6 +92,8 @@ class DraftTrainer:
         corpus: The target's training text and evaluation files.
         out: Folder for the checkpoint and the record; a run that is there is gone on with.
         data: File that continuations are read from, or written to where it is missing.
+        warm: Checkpoint of another draft, whose weights a new run begins with where it has them:
+            a fresh DFlash2 with the weights of a DFlash computes what that DFlash does.
     """
 
     config: DraftTrainConfig
@@ -73,6 +101,7 @@ class DraftTrainer:
     corpus: Corpus
     out: Path
     data: Path
+    warm: Path | None = None
     _started: float = field(default_factory=time.monotonic)
     _record: DraftRecord = field(init=False)
     _weights: Nested = field(init=False)
@@ -105,9 +134,11 @@ class DraftTrainer:
         return time.monotonic() - self._started
 
     def _fresh(self) -> DraftState:
-        """Random float32 weights."""
+        """Random float32 weights, or those of another draft."""
         draft, seed = self.config.draft, self.config.seed
         made = jax.jit(lambda: params_of(make_draft(draft, jnp.float32, seed)))()
+        if self.warm is not None:
+            made = warm_start(made, load_own_draft(self.warm)[1])
         params = jax.tree.map(lambda x: x.astype(jnp.float32), made)
         return DraftState(params, draft_optimizer(self.config).init(params))
 

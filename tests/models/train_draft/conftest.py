@@ -32,7 +32,9 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def config_of():
     def make(kind, **changes):
-        config = smoke_config(bundled_draft(kind, SMALL), seed=0, context=48)
+        draft = bundled_draft(kind, SMALL)
+        draft = dataclasses.replace(draft, num_layers=1, windows=(20,), causal=(False,))
+        config = smoke_config(draft, seed=0, context=48)
         return dataclasses.replace(config, **changes)
 
     return make

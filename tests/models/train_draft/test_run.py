@@ -16,15 +16,17 @@ from dhisparse_jax.models.draft.checkpoint import (
     make_draft,
 )
 from dhisparse_jax.models.draft.drafter import drafter_of
-from dhisparse_jax.models.params import params_of
+from dhisparse_jax.models.glm.dense import forward
+from dhisparse_jax.models.params import flatten, params_of
 from dhisparse_jax.models.train.loop import run_key
 from dhisparse_jax.models.train_draft.__main__ import main
 from dhisparse_jax.models.train_draft.config import DraftTrainConfig, bundled_draft
 from dhisparse_jax.models.train_draft.evaluate import accepted_counts, evaluation_texts, walk
-from dhisparse_jax.models.train_draft.loop import DraftTrainer
+from dhisparse_jax.models.train_draft.loop import DraftTrainer, warm_start
 from dhisparse_jax.models.train_draft.step import (
     DraftState,
     Texts,
+    block_truth,
     draft_optimizer,
     draw_anchors,
     make_chunk,
@@ -101,6 +103,20 @@ def test_the_walk_takes_the_steps_of_decoding():
     assert accepted.by_position == pytest.approx([3 / 9, 2 / 9, 1 / 9])
 
 
+def test_labels_are_the_tokens_after_the_anchor(target, text):
+    """Proposal n is for the token at anchor + 1 + n, of which the target spoke one row earlier."""
+    tokens = jnp.asarray(text, jnp.int32)
+    read = read_texts(target, (0, 1), tokens, jnp.zeros(4, jnp.int32))
+    anchors = jnp.asarray([[3], [9], [20], [40]], jnp.int32)
+    truth = block_truth(read, target, anchors, 3)
+    logits = forward(target, tokens, mode="sparse")
+    for row, at in enumerate((3, 9, 20, 40)):
+        np.testing.assert_array_equal(truth.labels[row, 0], tokens[row, at + 1 : at + 4])
+        np.testing.assert_array_equal(truth.previous[row, 0], tokens[row, at : at + 3])
+        np.testing.assert_allclose(truth.target[row, 0], logits[row, at : at + 3], atol=1e-4)
+    assert read.features.shape == (4, 48, 2 * SMALL.hidden_size)
+
+
 def test_anchors_leave_room_for_their_labels(config_of):
     config = config_of("dspark", anchors=400, continued_share=0.5)
     prefix = jnp.asarray([5, 30, 47], jnp.int32)
@@ -127,6 +143,19 @@ def test_the_rate_rises_and_falls():
     assert rate_at(config, 0.1) > 0.9
     assert rate_at(config, 0.5) == pytest.approx(0.5)
     assert rate_at(config, 1.0) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_dflash2_may_begin_as_a_dflash(config_of):
+    plain, more = (
+        params_of(make_draft(config_of(kind).draft, jnp.float32, seed))
+        for seed, kind in enumerate(("dflash", "dflash2"))
+    )
+    warm, start, fresh = flatten(warm_start(more, plain)), flatten(plain), flatten(more)
+    assert warm.keys() == fresh.keys()
+    for name, array in warm.items():
+        np.testing.assert_array_equal(array, start.get(name, fresh[name]))
+    with pytest.raises(UserError, match="no weights of the same names"):
+        warm_start(more, {"fc": {"kernel": jnp.zeros((2, 2))}})
 
 
 @pytest.mark.slow
