@@ -40,7 +40,11 @@ class OpenGroup:
 
 
 def open_group(
-    state: HierarchyState, cfg: HierarchyConfig, pool: int, index: IndexInputs
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    index: IndexInputs,
+    live: Int[Array, " R"] | None = None,
 ) -> OpenGroup:
     """Select for the T new tokens of every request, and plan where what they select will be.
 
@@ -52,11 +56,13 @@ def open_group(
         cfg: its sizes.
         pool: which group, counted from 0.
         index: what the group's indexer computed for the new tokens.
+        live: int32 how many of the T queries count, 0..T; None: all. The others select nothing, so
+            nothing is fetched for them, and their results mean nothing.
     """
     with jax.named_scope("append"):
         state = append_keys(state, cfg, pool, index.keys)
     with jax.named_scope("select"):
-        selection = select(state, cfg, pool, index)
+        selection = select(state, cfg, pool, index, live)
     with jax.named_scope("plan"):
         planned, state = plan(state, cfg, pool, selection)
     return OpenGroup(state=state, plan=planned, selection=selection)
