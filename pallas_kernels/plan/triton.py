@@ -60,8 +60,11 @@ from pallas_kernels.plan.triton_blocks import (
     Touched,
     Tuning,
     barrier,
+    claim,
+    claimed,
     gather,
     gather_positions,
+    gather_slots,
     launch,
     only,
     place_code,
@@ -73,6 +76,9 @@ from pallas_kernels.plan.triton_blocks import (
 )
 from pallas_kernels.plan.triton_victims import choose, survey
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
+
+Pair = tuple[jax.Array, jax.Array]
+"""Two numbers or two blocks that go together, such as what a loop carries."""
 
 
 def supports(requests: int, capacity: int) -> str | None:
@@ -106,12 +112,11 @@ def plan(
         capacity=tables.slot_of.shape[1],
         page_slots=page_slots,
         max_pages=wanted.pages.shape[1],
-        paged=tables.position.shape[0],
         tuning=tuning or Tuning(),
         interpret=interpret,
     )
-    kept = _look_up(wanted, tables, sizes)
-    kept, made = _settle(wanted, kept, sizes)
+    kept, claims = _look_up(wanted, tables, sizes)
+    kept, made = _settle(wanted, kept, claims, sizes)
     result = PlanResult(
         location=kept.location.reshape(wanted.selection.shape),
         fetch_position=kept.fetch_position,
@@ -126,8 +131,8 @@ def plan(
 # 1. Look up
 
 
-def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> Kept:
-    """Hot or tail slot of every place; the tables with hits marked and positions claimed."""
+def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> tuple[Kept, Int[Array, "R U"]]:
+    """Hot or tail slot of every place; tables with hits marked and positions claimed; claims."""
     shape = sizes.requests, sizes.places
     touched, begun = launch(
         _look_up_kernel,
@@ -140,10 +145,10 @@ def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> Kept:
         ),
         Touched(tables.mark),
         Begun(shape, shape, shape, shape),
-        blocks=pl.cdiv(sizes.places, sizes.look_block),
+        blocks=pl.cdiv(sizes.places, sizes.look_rounds * sizes.look_block),
         warps=sizes.tuning.look_warps,
     )
-    return Kept(
+    kept = Kept(
         location=begun.location,
         fetch_position=begun.fetch_position,
         fetch_slot=begun.fetch_slot,
@@ -151,29 +156,66 @@ def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> Kept:
         position=tables.position,
         mark=touched.mark,
     )
+    return kept, begun.claim
 
 
 def _look_up_kernel(
     asked: Lookup, _: Touched, touched: Touched, begun: Begun, *, sizes: Sizes
 ) -> None:
-    row, block = pl.program_id(0), pl.program_id(1)
-    place = block * sizes.look_block + jnp.arange(sizes.look_block, dtype=jnp.int32)
+    row, part = pl.program_id(0), pl.program_id(1)
+    step = only(asked.step)
+    first, end = part * sizes.look_rounds, (part + 1) * sizes.look_rounds
+
+    def ask(block: jax.Array) -> Pair:
+        place = _look_block(block, sizes)
+        inside = (place < sizes.places) & (block < end)
+        read = lambda ref: gather(ref, row, place, inside, keep=False)
+        return read(asked.selection), read(asked.tail_slot)
+
+    def look(block: jax.Array, given: Pair) -> Pair:
+        ahead = ask(block + 1)
+        _look(asked.slot_of, touched.mark, begun, (row, block), given, step, sizes)
+        return ahead
+
+    lax.fori_loop(first, end, look, ask(first))
+
+
+def _look_block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
+    """A block of places to look up."""
+    return number * sizes.look_block + jnp.arange(sizes.look_block, dtype=jnp.int32)
+
+
+def _look(
+    slot_of: jax.Ref,
+    mark: jax.Ref,
+    begun: Begun,
+    where: Pair,
+    given: Pair,
+    step: jax.Array,
+    sizes: Sizes,
+) -> None:
+    """Look up a block of a row, given what it selects and where that is in the tail."""
+    row, place = where[0], _look_block(where[1], sizes)
     inside = place < sizes.places
-    position = gather_positions(asked.selection, row, place, sizes)
-    tail = masked(gather(asked.tail_slot, row, place, inside), position >= 0)
-    slot = gather(asked.slot_of, row, position, position >= 0)
+    position = jnp.where(given[0] < sizes.capacity, given[0], NO_SLOT)
+    slot = gather(slot_of, row, position, position >= 0)
     hot = slot >= 0
-    scatter_slots(touched.mark, slot, only(asked.step), hot)
+    tail = masked(given[1], (position >= 0) & ~hot)
     store_block(begun.location, row, place, jnp.where(hot, slot, tail), inside)
-    entry, nothing = row * sizes.capacity + position, sizes.requests * sizes.capacity
-    claim = jnp.where((position >= 0) & ~hot, entry, nothing)
-    store_block(begun.claim, row, place, claim, inside)
+    claims = claim(row, position, hot, tail >= 0, sizes)
+    store_block(begun.claim, row, place, claims, inside)
     store_block(begun.fetch_position, row, place, NO_SLOT, inside)
     store_block(begun.fetch_slot, row, place, NO_SLOT, inside)
+    if sizes.look_rounds > 1:  # otherwise no mark is read twice
+        hot &= gather_slots(mark, slot, hot) != step
+    scatter_slots(mark, slot, step, hot)
 
 
 def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "R C"]:
-    """Of the places that claim an entry of the flat map, the first leaves its code there."""
+    """Of the places that claim an entry of the flat map, the first leaves its code there.
+
+    Negative entries count from the end, as everywhere in jnp.
+    """
     places = claim.shape[1]
     codes = place_code(jnp.arange(places, dtype=jnp.int32), places)
     codes = jnp.broadcast_to(codes, claim.shape).reshape(-1)
@@ -184,18 +226,16 @@ def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "
 # 2. Settle
 
 
-Pair = tuple[jax.Array, jax.Array]
-"""Two numbers that a loop carries; or retiring positions and their numbers."""
-
-
-def _settle(wanted: PlanInput, kept: Kept, sizes: Sizes) -> tuple[Kept, Made]:
+def _settle(
+    wanted: PlanInput, kept: Kept, claims: Int[Array, "R U"], sizes: Sizes
+) -> tuple[Kept, Made]:
     """The plan, and scratch."""
     count, retiring = (sizes.requests,), (sizes.requests, sizes.retiring)
     return launch(
         _settle_kernel,
         sizes,
         Asked(
-            selection=wanted.selection.reshape(sizes.requests, sizes.places),
+            claim=claims,
             retiring=wanted.retiring,
             staging=wanted.staging if sizes.staging else None,
             pages=wanted.pages,
@@ -262,12 +302,10 @@ def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) 
 
     def number(block: jax.Array, before: Pair) -> Pair:
         place = _block(block, sizes)
-        position = gather_positions(asked.selection, row, place, sizes)
-        location = gather(kept.location, row, place, place < sizes.places)
-        claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
-        code = gather(kept.slot_of, row, position, claimed)
-        first = claimed & (code == place_code(place, sizes.places))
-        missing = first & (location < 0)
+        position, miss = claimed(asked.claim, row, place, sizes)
+        code = gather(kept.slot_of, row, position, position >= 0)
+        first = (position >= 0) & (code == place_code(place, sizes.places))
+        missing = first & miss
         # One scan counts both: positions in the tail in the high half of a word.
         one = jnp.where(missing, 1, jnp.where(first, 1 << 16, 0)).astype(jnp.int32)
         ahead, total = jnp.cumsum(one, dtype=jnp.int32) - one, jnp.sum(one)
@@ -391,9 +429,7 @@ def _locate(
 
     def locate(block: jax.Array, _: None) -> None:
         place = _block(block, sizes)
-        position = gather_positions(asked.selection, row, place, sizes)
-        location = gather(kept.location, row, place, place < sizes.places)
-        live = (position >= 0) & (location < 0)
+        position, live = claimed(asked.claim, row, place, sizes)
         slot = gather(kept.slot_of, row, position, live)
         barrier(sizes)
         number = rank_code(slot, sizes.places) - victims
