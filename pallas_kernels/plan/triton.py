@@ -145,7 +145,7 @@ def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> tuple[Kept,
         ),
         Touched(tables.mark),
         Begun(shape, shape, shape, shape),
-        blocks=pl.cdiv(sizes.places, sizes.look_rounds * sizes.look_block),
+        blocks=sizes.look_parts,
         warps=sizes.tuning.look_warps,
     )
     kept = Kept(
@@ -166,49 +166,54 @@ def _look_up_kernel(
     step = only(asked.step)
     first, end = part * sizes.look_rounds, (part + 1) * sizes.look_rounds
 
-    def ask(block: jax.Array) -> Pair:
-        place = _look_block(block, sizes)
-        inside = (place < sizes.places) & (block < end)
-        read = lambda ref: gather(ref, row, place, inside, keep=False)
-        return read(asked.selection), read(asked.tail_slot)
+    def ask(number: jax.Array) -> list[Pair]:
+        read = lambda ref, place: gather(
+            ref, row, place, (place < sizes.places) & (number < end), keep=False
+        )
+        places = _look_places(number, sizes)
+        return [(read(asked.selection, place), read(asked.tail_slot, place)) for place in places]
 
-    def look(block: jax.Array, given: Pair) -> Pair:
-        ahead = ask(block + 1)
-        _look(asked.slot_of, touched.mark, begun, (row, block), given, step, sizes)
+    def look(number: jax.Array, given: list[Pair]) -> list[Pair]:
+        ahead = ask(number + 1)
+        positions = [jnp.where(chosen < sizes.capacity, chosen, NO_SLOT) for chosen, _ in given]
+        slots = [gather(asked.slot_of, row, position, position >= 0) for position in positions]
+        places = _look_places(number, sizes)
+        for place, position, slot, (_, tail) in zip(places, positions, slots, given, strict=True):
+            _begin(begun, (row, place), position, (slot, tail), sizes)
+        _touch(touched.mark, slots, step, sizes)
         return ahead
 
     lax.fori_loop(first, end, look, ask(first))
 
 
-def _look_block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
-    """A block of places to look up."""
-    return number * sizes.look_block + jnp.arange(sizes.look_block, dtype=jnp.int32)
+def _look_places(number: jax.Array, sizes: Sizes) -> list[Int[Array, " block"]]:
+    """The places of a round: blocks of them, so that what they wait for is under way together."""
+    unroll, offset = sizes.tuning.look_unroll, jnp.arange(sizes.look_block, dtype=jnp.int32)
+    return [(number * unroll + block) * sizes.look_block + offset for block in range(unroll)]
 
 
-def _look(
-    slot_of: jax.Ref,
-    mark: jax.Ref,
-    begun: Begun,
-    where: Pair,
-    given: Pair,
-    step: jax.Array,
-    sizes: Sizes,
-) -> None:
-    """Look up a block of a row, given what it selects and where that is in the tail."""
-    row, place = where[0], _look_block(where[1], sizes)
-    inside = place < sizes.places
-    position = jnp.where(given[0] < sizes.capacity, given[0], NO_SLOT)
-    slot = gather(slot_of, row, position, position >= 0)
-    hot = slot >= 0
-    tail = masked(given[1], (position >= 0) & ~hot)
-    store_block(begun.location, row, place, jnp.where(hot, slot, tail), inside)
-    claims = claim(row, position, hot, tail >= 0, sizes)
-    store_block(begun.claim, row, place, claims, inside)
+def _begin(begun: Begun, where: Pair, position: jax.Array, found: Pair, sizes: Sizes) -> None:
+    """Write what is known of the places of a row: hot slot or tail slot, and what they claim."""
+    row, place = where
+    inside, hot = place < sizes.places, found[0] >= 0
+    tail = masked(found[1], (position >= 0) & ~hot)
+    store_block(begun.location, row, place, jnp.where(hot, found[0], tail), inside)
+    store_block(begun.claim, row, place, claim(row, position, hot, tail >= 0, sizes), inside)
     store_block(begun.fetch_position, row, place, NO_SLOT, inside)
     store_block(begun.fetch_slot, row, place, NO_SLOT, inside)
-    if sizes.look_rounds > 1:  # otherwise no mark is read twice
-        hot &= gather_slots(mark, slot, hot) != step
-    scatter_slots(mark, slot, step, hot)
+
+
+def _touch(mark: jax.Ref, slots: list[jax.Array], step: jax.Array, sizes: Sizes) -> None:
+    """Mark what is hot. A program with several rounds meets most slots again and looks first.
+
+    It may miss the mark of another program, or of its own, and writes the same once more.
+    """
+    stale = [slot >= 0 for slot in slots]
+    if sizes.look_rounds > 1:
+        stale = [gather_slots(mark, slot, slot >= 0) != step for slot in slots]
+        stale = [old & (slot >= 0) for old, slot in zip(stale, slots, strict=True)]
+    for slot, old in zip(slots, stale, strict=True):
+        scatter_slots(mark, slot, step, old)
 
 
 def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "R C"]:

@@ -20,7 +20,9 @@ class Tuning(NamedTuple):
     """Sizes of the programs; blocks are powers of two of at most 2**14, which `ranks` can count.
 
     Attributes:
-        look_block: places of a selection that a program looks up together.
+        look_block: places of a selection in a block of the look-up. One per thread is best: then
+            no operand moves between threads.
+        look_unroll: blocks that a program looks up together.
         look_warps: its warps.
         look_programs: how many programs look up, about, if there is work for so many.
         block: places that the program of a request settles together.
@@ -29,7 +31,8 @@ class Tuning(NamedTuple):
         warps: its warps.
     """
 
-    look_block: int = 2048
+    look_block: int = 512
+    look_unroll: int = 4
     look_warps: int = 16
     look_programs: int = 256
     block: int = 4096
@@ -58,14 +61,20 @@ class Sizes(NamedTuple):
 
     @property
     def look_block(self) -> int:
-        """Places that a program looks up together."""
+        """Places in a block of the look-up."""
         return min(self.tuning.look_block, pl.next_power_of_2(self.places))
 
     @property
     def look_rounds(self) -> int:
-        """Blocks that a program looks up one after the other."""
-        blocks = pl.cdiv(self.places, self.look_block)
-        return pl.cdiv(blocks, max(1, self.tuning.look_programs // self.requests))
+        """How often a program of the look-up takes some blocks."""
+        rounds = pl.cdiv(self.places, self.look_block * self.tuning.look_unroll)
+        return pl.cdiv(rounds, max(1, self.tuning.look_programs // self.requests))
+
+    @property
+    def look_parts(self) -> int:
+        """Programs that look up for a request."""
+        together = self.look_block * self.tuning.look_unroll
+        return pl.cdiv(self.places, self.look_rounds * together)
 
     @property
     def block(self) -> int:
