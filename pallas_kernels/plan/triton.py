@@ -42,6 +42,9 @@ and scans. An atomic minimum in the look-up would save the launch of the claims,
 lowers that for numbers, not for blocks of integers.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -79,6 +82,8 @@ from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTab
 
 Pair = tuple[jax.Array, jax.Array]
 """Two numbers or two blocks that go together, such as what a loop carries."""
+
+State = TypeVar("State")
 
 
 def supports(requests: int, capacity: int) -> str | None:
@@ -294,9 +299,44 @@ def _settle_kernel(
     plgpu.store(made.staged.at[row], jnp.maximum(missing - victims, 0))
 
 
-def _block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
+def _block(number: jax.Array | int, sizes: Sizes) -> Int[Array, " block"]:
     """A block of places."""
     return number * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+
+
+def _each_claim(
+    asked: Asked,
+    kept: Kept,
+    row: jax.Array,
+    body: Callable[[jax.Array, Pair, State], State],
+    state: State,
+    sizes: Sizes,
+    *,
+    misses: bool,
+    rounds: jax.Array | int,
+) -> State:
+    """`state = body(place, (claim, entry of the map), state)` for every block of places.
+
+    The entries of a block, of what claims one or of `misses` only, are under way while the block
+    before is handled, and the claims of the next one, too.
+    """
+
+    def claims(block: jax.Array | int) -> jax.Array:
+        place = _block(block, sizes)
+        return plgpu.load(
+            asked.claim.at[row, place], mask=place < sizes.places, other=sizes.entries
+        )
+
+    def look(claim: jax.Array) -> Pair:
+        position, miss = claimed(claim, row, sizes)
+        return claim, gather(kept.slot_of, row, position, miss if misses else position >= 0)
+
+    def step(block: jax.Array, carried: tuple[Pair, jax.Array, State]) -> Any:  # noqa: ANN401
+        here, after, state = carried
+        ahead, there = claims(block + 2), look(after)
+        return there, ahead, body(_block(block, sizes), here, state)
+
+    return lax.fori_loop(0, rounds, step, (look(claims(0)), claims(1), state))[2]
 
 
 def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) -> Pair:
@@ -305,11 +345,9 @@ def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) 
     A place that did not claim, or came later, finds another value than its code in the map.
     """
 
-    def number(block: jax.Array, before: Pair) -> Pair:
-        place = _block(block, sizes)
-        position, miss = claimed(asked.claim, row, place, sizes)
-        code = gather(kept.slot_of, row, position, position >= 0)
-        first = (position >= 0) & (code == place_code(place, sizes.places))
+    def number(place: jax.Array, found: Pair, before: Pair) -> Pair:
+        position, miss = claimed(found[0], row, sizes)
+        first = (position >= 0) & (found[1] == place_code(place, sizes.places))
         missing = first & miss
         # One scan counts both: positions in the tail in the high half of a word.
         one = jnp.where(missing, 1, jnp.where(first, 1 << 16, 0)).astype(jnp.int32)
@@ -319,8 +357,8 @@ def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) 
         scatter(made.firsts, row, rank, position, first)
         return before[0] + (total & 0xFFFF), before[1] + (total >> 16)
 
-    zero = jnp.int32(0)
-    return lax.fori_loop(0, sizes.blocks, number, (zero, zero))
+    none = jnp.int32(0), jnp.int32(0)
+    return _each_claim(asked, kept, row, number, none, sizes, misses=False, rounds=sizes.blocks)
 
 
 def _rank_retiring(
@@ -432,16 +470,15 @@ def _locate(
 ) -> None:
     """Tell every place of a miss its new slot."""
 
-    def locate(block: jax.Array, _: None) -> None:
-        place = _block(block, sizes)
-        position, live = claimed(asked.claim, row, place, sizes)
-        slot = gather(kept.slot_of, row, position, live)
-        barrier(sizes)
-        number = rank_code(slot, sizes.places) - victims
-        staged = _staging(asked, row, number, live & (slot < 0), sizes)
-        store_block(kept.location, row, place, jnp.where(slot < 0, staged, slot), live)
+    def locate(place: jax.Array, found: Pair, _: None) -> None:
+        _, live = claimed(found[0], row, sizes)
+        number = rank_code(found[1], sizes.places) - victims
+        staged = _staging(asked, row, number, live & (found[1] < 0), sizes)
+        slot = jnp.where(found[1] < 0, staged, found[1])
+        store_block(kept.location, row, place, slot, live)
 
-    lax.fori_loop(0, sizes.blocks * (missing > 0).astype(jnp.int32), locate, None)
+    rounds = sizes.blocks * (missing > 0).astype(jnp.int32)
+    _each_claim(asked, kept, row, locate, None, sizes, misses=True, rounds=rounds)
 
 
 def _forget(

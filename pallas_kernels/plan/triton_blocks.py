@@ -291,12 +291,11 @@ def claim(
 
 
 def claimed(
-    ref: jax.Ref, row: jax.Array, place: jax.Array, sizes: Sizes
+    claim: Int[Array, " n"], row: jax.Array, sizes: Sizes
 ) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
     """Positions that places claim, else NO_SLOT; and which of them are misses."""
-    value = plgpu.load(ref.at[row, place], mask=place < sizes.places, other=sizes.entries)
-    tail, miss = value < 0, (value >= 0) & (value < sizes.entries)
-    position = value - row * sizes.capacity
+    tail, miss = claim < 0, (claim >= 0) & (claim < sizes.entries)
+    position = claim - row * sizes.capacity
     position = jnp.where(tail, position + sizes.entries, position)
     return masked(position, tail | miss), miss
 
