@@ -31,17 +31,23 @@ PLANS = {
     "16_requests_T1": Plan(requests=16, queries=1, budget=2, calls=PLAN_CALLS),
 }
 
-PLAN_VARIANTS = {
-    "look 256 programs, 8 warps": plan_triton.Tuning(look_block=256, look_warps=8),
+LOOK_UPS = {
+    "look 384 programs": plan_triton.Tuning(look_programs=384),
     "look 1024 programs": plan_triton.Tuning(look_programs=1024),
+    "look 512 programs, 8 warps": plan_triton.Tuning(
+        look_block=256, look_warps=8, look_programs=512
+    ),
     "look 128 programs, 32 warps": plan_triton.Tuning(
         look_block=1024, look_warps=32, look_programs=128
     ),
-    "look 2 blocks": plan_triton.Tuning(look_unroll=2),
-    "look 4096 programs": plan_triton.Tuning(look_programs=4096),
+}
+"""What matters where there is much to look up: for the first case."""
+
+SETTLINGS = {
     "block 8192, slots 4096": plan_triton.Tuning(block=8192, slots=4096),
     "8 warps, block 2048, slots 1024": plan_triton.Tuning(warps=8, block=2048, slots=1024),
 }
+"""What matters however many requests there are: for the first two cases."""
 
 
 PlanChain = Chain[PlanTables, Operands, PlanResult | None]
@@ -85,15 +91,16 @@ def _steps_of(plan: Callable[..., Any], **options: str | int) -> PlanChain:
 
 
 def plan_trials(cases: list[PlanCase]) -> Iterator[Trial]:
-    """The default for every case, and without CUDA graphs, then the sweep for the first two."""
+    """The default for every case, and without CUDA graphs, then the sweeps."""
     default = plan_triton.Tuning()
     for case in cases:
         yield case.trial("default", default)
     for case in cases[:2]:
         yield case.trial("no CUDA graph", default, xla_gpu_graph_min_graph_size=1000)
-    for variant, tuning in PLAN_VARIANTS.items():
-        for case in cases[:2]:
-            yield case.trial(variant, tuning)
+    for few, variants in ((1, LOOK_UPS), (2, SETTLINGS)):
+        for variant, tuning in variants.items():
+            for case in cases[:few]:
+                yield case.trial(variant, tuning)
 
 
 def kernel_times(case: PlanCase) -> dict[str, float]:

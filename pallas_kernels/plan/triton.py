@@ -19,16 +19,18 @@ Three launches. Looking up and claiming know no order and spread over the device
 program per request, since requests share nothing but the arrays that hold them (slots of their own
 pages, their own row of the map): its stages wait for each other at barriers instead of launches.
 
-Traffic: selections are read three times, locations written once or twice and read twice, one
-sector per look-up and again for what is not hot, two words per held slot, and its age once per bit
-of the range of ages. Latency of the program of a request, in steps that wait for each other: a
-round trip to L2 is 0.5 to 1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per
-8,192 lanes, live or not, since Triton moves its operands between threads first. A block of places
-takes two round trips, a scan and a scatter to number, two round trips to locate; a block of
-slots a read of L1 and a sum for each halving of the ages, a scan and one scatter to choose; a block
-of misses two round trips and four short scatters to fill. For T 8, K 2048 and 4 K slots (two blocks
-of places, two of slots, one of misses, ten bits) that makes about 25 us, however many requests
-there are. Stages without work (no miss, no victim, nothing staged) are loops of no rounds.
+Traffic: a selection is read once; locations, claims and the two columns of fetches are written
+once; claims are read twice, the second time from L1. One sector per look-up and again for what is
+not hot; one for each mark, which a program writes about once per slot however many queries use it;
+two words per held slot, and its age once per bit of the range of ages.
+
+Latency of the program of a request, in steps that wait for each other: a round trip to L2 is 0.5 to
+1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per 8,192 lanes, live or not,
+since Triton moves its operands between threads first. So what a block of places or of slots needs
+is under way while the block before is handled. Then a block of places takes a scan and a scatter to
+number, one store to locate; a block of slots a read of L1 and a sum for each halving of the ages, a
+scan and one scatter to choose; a block of misses two round trips and four short scatters to fill.
+Stages without work (no victim, nothing staged) are loops of no rounds.
 
 Why a thread reads what another one wrote: writing and reading of the same array in one launch
 happens within one program of the last, with `barrier` between. That is bar.sync, which orders all
@@ -55,33 +57,26 @@ from jaxtyping import Array, Int
 from pallas_kernels.common.ids import NO_SLOT, masked
 from pallas_kernels.plan.triton_blocks import (
     Asked,
-    Begun,
     Kept,
-    Lookup,
     Made,
+    Pair,
     Sizes,
-    Touched,
     Tuning,
     barrier,
-    claim,
     claimed,
     gather,
     gather_positions,
-    gather_slots,
     launch,
     only,
     place_code,
     put,
     rank_code,
     scatter,
-    scatter_slots,
     store_block,
 )
+from pallas_kernels.plan.triton_look_up import look_up
 from pallas_kernels.plan.triton_victims import choose, survey
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
-
-Pair = tuple[jax.Array, jax.Array]
-"""Two numbers or two blocks that go together, such as what a loop carries."""
 
 State = TypeVar("State")
 
@@ -120,7 +115,7 @@ def plan(
         tuning=tuning or Tuning(),
         interpret=interpret,
     )
-    kept, claims = _look_up(wanted, tables, sizes)
+    kept, claims = look_up(wanted, tables, sizes)
     kept, made = _settle(wanted, kept, claims, sizes)
     result = PlanResult(
         location=kept.location.reshape(wanted.selection.shape),
@@ -131,109 +126,6 @@ def plan(
         counts=PlanCounts(made.selected, made.hit, made.tail, made.fetched, made.staged),
     )
     return result, PlanTables(kept.slot_of, kept.position, kept.mark)
-
-
-# 1. Look up
-
-
-def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> tuple[Kept, Int[Array, "R U"]]:
-    """Hot or tail slot of every place; tables with hits marked and positions claimed; claims."""
-    shape = sizes.requests, sizes.places
-    touched, begun = launch(
-        _look_up_kernel,
-        sizes,
-        Lookup(
-            selection=wanted.selection.reshape(shape),
-            tail_slot=wanted.tail_slot.reshape(shape),
-            slot_of=tables.slot_of,
-            step=wanted.step.reshape(1),
-        ),
-        Touched(tables.mark),
-        Begun(shape, shape, shape, shape),
-        blocks=sizes.look_parts,
-        warps=sizes.tuning.look_warps,
-    )
-    kept = Kept(
-        location=begun.location,
-        fetch_position=begun.fetch_position,
-        fetch_slot=begun.fetch_slot,
-        slot_of=_claim(tables.slot_of, begun.claim),
-        position=tables.position,
-        mark=touched.mark,
-    )
-    return kept, begun.claim
-
-
-def _look_up_kernel(
-    asked: Lookup, _: Touched, touched: Touched, begun: Begun, *, sizes: Sizes
-) -> None:
-    row, part = pl.program_id(0), pl.program_id(1)
-    step = only(asked.step)
-    first, end = part * sizes.look_rounds, (part + 1) * sizes.look_rounds
-
-    def ask(number: jax.Array) -> list[Pair]:
-        read = lambda ref, place: gather(
-            ref, row, place, (place < sizes.places) & (number < end), keep=False
-        )
-        places = _look_places(number, sizes)
-        return [(read(asked.selection, place), read(asked.tail_slot, place)) for place in places]
-
-    def look(number: jax.Array, given: list[Pair]) -> list[Pair]:
-        ahead = ask(number + 1)
-        positions = [jnp.where(chosen < sizes.capacity, chosen, NO_SLOT) for chosen, _ in given]
-        slots = [gather(asked.slot_of, row, position, position >= 0) for position in positions]
-        places = _look_places(number, sizes)
-        for place, position, slot, (_, tail) in zip(places, positions, slots, given, strict=True):
-            _begin(begun, (row, place), position, (slot, tail), sizes)
-        _touch(touched.mark, slots, step, sizes)
-        return ahead
-
-    lax.fori_loop(first, end, look, ask(first))
-
-
-def _look_places(number: jax.Array, sizes: Sizes) -> list[Int[Array, " block"]]:
-    """The places of a round: blocks of them, so that what they wait for is under way together."""
-    unroll, offset = sizes.tuning.look_unroll, jnp.arange(sizes.look_block, dtype=jnp.int32)
-    return [(number * unroll + block) * sizes.look_block + offset for block in range(unroll)]
-
-
-def _begin(begun: Begun, where: Pair, position: jax.Array, found: Pair, sizes: Sizes) -> None:
-    """Write what is known of the places of a row: hot slot or tail slot, and what they claim."""
-    row, place = where
-    inside, hot = place < sizes.places, found[0] >= 0
-    tail = masked(found[1], (position >= 0) & ~hot)
-    store_block(begun.location, row, place, jnp.where(hot, found[0], tail), inside)
-    store_block(begun.claim, row, place, claim(row, position, hot, tail >= 0, sizes), inside)
-    store_block(begun.fetch_position, row, place, NO_SLOT, inside)
-    store_block(begun.fetch_slot, row, place, NO_SLOT, inside)
-
-
-def _touch(mark: jax.Ref, slots: list[jax.Array], step: jax.Array, sizes: Sizes) -> None:
-    """Mark what is hot. A program with several rounds meets most slots again and looks first.
-
-    It may miss the mark of another program, or of its own, and writes the same once more.
-    """
-    stale = [slot >= 0 for slot in slots]
-    if sizes.look_rounds > 1:
-        stale = [gather_slots(mark, slot, slot >= 0) != step for slot in slots]
-        stale = [old & (slot >= 0) for old, slot in zip(stale, slots, strict=True)]
-    for slot, old in zip(slots, stale, strict=True):
-        scatter_slots(mark, slot, step, old)
-
-
-def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "R C"]:
-    """Of the places that claim an entry of the flat map, the first leaves its code there.
-
-    Negative entries count from the end, as everywhere in jnp.
-    """
-    places = claim.shape[1]
-    codes = place_code(jnp.arange(places, dtype=jnp.int32), places)
-    codes = jnp.broadcast_to(codes, claim.shape).reshape(-1)
-    flat = slot_of.reshape(-1).at[claim.reshape(-1)].min(codes, mode="drop")
-    return flat.reshape(slot_of.shape)
-
-
-# 2. Settle
 
 
 def _settle(
@@ -471,7 +363,7 @@ def _locate(
     """Tell every place of a miss its new slot."""
 
     def locate(place: jax.Array, found: Pair, _: None) -> None:
-        _, live = claimed(found[0], row, sizes)
+        live = claimed(found[0], row, sizes)[1]
         number = rank_code(found[1], sizes.places) - victims
         staged = _staging(asked, row, number, live & (found[1] < 0), sizes)
         slot = jnp.where(found[1] < 0, staged, found[1])

@@ -16,6 +16,10 @@ Word = Any
 """An array outside a kernel, a reference to it inside, a shape for what a launch makes."""
 
 
+Pair = tuple[jax.Array, jax.Array]
+"""Two numbers or two blocks that go together, such as what a loop carries."""
+
+
 class Tuning(NamedTuple):
     """Sizes of the programs; blocks are powers of two of at most 2**14, which `ranks` can count.
 
@@ -96,7 +100,9 @@ class Lookup(NamedTuple):
     """What the look-up reads."""
 
     selection: Word  # [R, U]
-    tail_slot: Word  # [R, U]
+    start: Word  # [R]; of the tail, as what follows
+    first: Word  # [R]
+    length: Word  # [1]
     slot_of: Word  # [R, C]
     step: Word  # [1]
 
