@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from bench.ops import index_scores
+from bench.ops import backup, index_scores, retrieve
 from bench.ops.index_scores import IndexScores
+from pallas_kernels.backup import cases as backup_cases
+from pallas_kernels.backup import reference as backup_reference
+from pallas_kernels.backup import triton as backup_triton
+from pallas_kernels.common.rows import WORD_BYTES
+from pallas_kernels.common.triton_rows import Tuning, default_tuning
 from pallas_kernels.index_scores import cases as index_cases
 from pallas_kernels.index_scores import reference as index_reference
 from pallas_kernels.index_scores import triton as index_triton
+from pallas_kernels.retrieve import cases as retrieve_cases
+from pallas_kernels.retrieve import reference as retrieve_reference
+from pallas_kernels.retrieve import triton as retrieve_triton
 
 Tree = Any
 """A pytree of arrays."""
@@ -29,6 +38,7 @@ class Variant:
 
     Attributes:
         case: production size.
+        name: of the case.
         label: what distinguishes the variant.
         call: the operation with its tuning, on the arrays of a call.
         exact: the reference on the same arrays, in float32.
@@ -36,18 +46,24 @@ class Variant:
         small: arrays of a small problem, with masked entries and poison.
         small_options: what the operation is told beside them.
         options: the same at production size.
-        prepare: turns operands, or the arrays of a call, into what the variant wants.
+        prepare: turns operands, or the arrays of a call, into what the variant wants, if it wants
+            others.
     """
 
-    case: IndexScores
+    case: Any
+    name: str
     label: str
     call: Operation
     exact: Operation
     step: Callable[[Operation], Callable[..., Tree]]
-    small: tuple[Array, ...]
+    small: tuple[Tree, ...]
     small_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    prepare: Callable[[Tree], Tree] = lambda operands: operands
+    prepare: Callable[[Tree], Tree] | None = None
+
+    def prepared(self, given: Tree) -> Tree:
+        """The operands, or the arrays of a call, as the variant wants them."""
+        return given if self.prepare is None else self.prepare(given)
 
 
 def scores(*, small: bool) -> Iterator[Variant]:
@@ -73,7 +89,8 @@ def _scores(case: IndexScores, tuning: index_triton.Tuning, dtype: str, *, small
     )
     return Variant(
         case=case,
-        label=_label(tuning),
+        name=f"R {case.requests} T {case.queries}",
+        label=_label(tuning, index_triton.Tuning()),
         call=partial(index_triton.index_scores, tuning=tuning, interpret=small),
         exact=_exact_scores,
         step=index_scores.step,
@@ -86,20 +103,78 @@ def _exact_scores(queries: Array, weights: Array, keys: Array, visible: Array) -
     return index_reference.index_scores(queries, weights, keys, visible)
 
 
-def float32(*, small: bool) -> Iterator[Variant]:
+def float32(*, small: bool) -> dict[str, Variant]:
     """The default kernels on float32 operands; only checked, their production size is not built."""
-    yield _scores(IndexScores(queries=2), index_triton.default_tuning(2, 4), "float32", small=small)
+    scores = _scores(
+        IndexScores(queries=2), index_triton.default_tuning(2, 4), "float32", small=small
+    )
+    return {"index_scores": scores}
 
 
-def _label(tuning: index_triton.Tuning) -> str:
-    """Where a tuning differs from the defaults of its class."""
-    usual = dataclasses.asdict(type(tuning)())
+def copies(operation: str, words: int, *, small: bool) -> Iterator[Variant]:
+    """Of `retrieve` and `backup`: records and programs in flight; small calls, where they wait."""
+    usual = default_tuning(words)
+    change = partial(dataclasses.replace, usual)
+    many = [
+        usual,
+        change(records=2 * usual.records),
+        change(records=max(1, usual.records // 2)),
+        Tuning(records=1, warps=1, programs=132 * 32),
+        change(records=2 * usual.records, warps=2 * usual.warps),
+    ]
+    if operation == "retrieve":  # a backup has a program for each run of records
+        many[4:] = change(programs=132 * 2), change(programs=132 * 64)
+    for tuning in many:
+        yield _copy(operation, f"{words * WORD_BYTES}B_16MB", tuning, usual, small=small)
+    for tuning in usual, change(records=1):
+        yield _copy(operation, f"{words * WORD_BYTES}B_512", tuning, usual, small=small)
+
+
+def _copy(operation: str, name: str, tuning: Tuning, usual: Tuning, *, small: bool) -> Variant:
+    kernels, module, exact = {
+        "retrieve": (retrieve_triton.retrieve, retrieve, retrieve_reference.retrieve),
+        "backup": (backup_triton.backup, backup, backup_reference.backup),
+    }[operation]
+    case = module.CASES[name]
+    case = case.small() if small else case
+    return Variant(
+        case=case,
+        name=name,
+        label=_label(tuning, usual),
+        call=partial(kernels, tuning=tuning, interpret=small),
+        exact=exact,
+        step=module.step_of(case.sizes),
+        small=_small_copies(operation, case.sizes.words),
+    )
+
+
+def _small_copies(operation: str, words: int) -> tuple[Tree, ...]:
+    """With skipped entries, counts, moves and ids out of range."""
+    if operation == "retrieve":
+        inputs = retrieve_cases.random(width=words, slots=60, counts=(12, 0, 7), moves=9)
+        positions = inputs.fetches.positions.at[0, :2].set(jnp.asarray((20, -2), jnp.int32))
+        inputs = inputs._replace(fetches=inputs.fetches._replace(positions=positions))
+        return jax.tree.map(jnp.asarray, tuple(inputs))
+    hosts, slots, rows, sources, slots_of = backup_cases.random(widths=(words,), entries=33)
+    sources[0, :2] = 64, -2
+    each = tuple(slots[array] for array in slots_of)
+    return jax.tree.map(jnp.asarray, (hosts, each, rows, sources))
+
+
+def _label(tuning: Any, usual: Any) -> str:  # noqa: ANN401  # any operation's
+    """Where a tuning differs from the usual one."""
+    before = dataclasses.asdict(usual)
     changed = {
-        name: value for name, value in dataclasses.asdict(tuning).items() if value != usual[name]
+        name: value for name, value in dataclasses.asdict(tuning).items() if value != before[name]
     }
     return ", ".join(f"{name} {value}" for name, value in changed.items()) or "default"
 
 
 VARIANTS: dict[str, Callable[..., Iterator[Variant]]] = {
     "index_scores": scores,
+    "retrieve": partial(copies, "retrieve", 672),
+    "retrieve_4608B": partial(copies, "retrieve", 1152),
+    "retrieve_656B": partial(copies, "retrieve", 164),
+    "backup": partial(copies, "backup", 672),
 }
+"""Copies of 2,688 B records where the name does not say another size."""

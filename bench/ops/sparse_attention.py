@@ -164,7 +164,7 @@ V4 = SparseAttention(scaled=V4_ENTRY, k=512 + 128)
 
 
 def _with_queries(name: str, case: SparseAttention) -> dict[str, SparseAttention]:
-    """One query, and eight with little overlap between neighbours and that of the calibrated traces."""
+    """One query; eight, with little overlap and with that of the calibrated traces."""
     eight = dataclasses.replace(case, queries=8)
     return {
         f"128_requests_T1{name}": case,

@@ -18,6 +18,7 @@ GPU_KERNELS: dict[str, Backend] = {
     "plan": "triton",
     "top_k": "triton",
     "sparse_attention": "mosaic",
+    "retrieve_attend": "mosaic",
 }
 """The GPU kernel of each operation; there is one."""
 
@@ -68,7 +69,7 @@ def resolve(operation: str, backend: Backend | None, *, refusal: str | None) -> 
 
 
 def _device_refusal(backend: Backend) -> str | None:
-    """Why the GPU that JAX runs on cannot run a kernel; None if it can, or if JAX runs elsewhere."""
+    """Why the GPU that JAX runs on cannot run a kernel; None if it can, or without a GPU."""
     if backend != "mosaic" or jax.default_backend() != "gpu":
         return None
     capability = jax.devices()[0].compute_capability

@@ -4,12 +4,14 @@
 written in PTX. `inline_mgpu` runs such a stage once per warpgroup; its values are MLIR integers.
 """
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -23,16 +25,32 @@ WARPGROUP = 128
 SCALAR = plgpu.Layout.WG_SPLAT(())
 """Layout of a scalar operand of inline code."""
 
-_OLD_NAMES = "out_type" not in inspect.signature(plgpu.kernel).parameters
 _LOAD_WANTS_INDEX = (
     inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 )
 
 
-def kernel(body: Callable[..., None], *, out: Any, scratch: Any, **options: Any) -> Any:
-    """`plgpu.kernel`, whose names for outputs and scratch memory differ between JAX versions."""
-    names = ("out_shape", "scratch_shapes") if _OLD_NAMES else ("out_type", "scratch_types")
-    return plgpu.kernel(body, **dict(zip(names, (out, scratch), strict=True)), **options)
+def kernel(
+    body: Callable[..., None],
+    *,
+    out: Sequence[jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    mesh: plgpu.Mesh,
+    compiler_params: plgpu.CompilerParams,
+    name: str,
+) -> Callable[..., Any]:
+    """A kernel; references among its operands (`jax.new_ref`) are written in place.
+
+    `plgpu.kernel` takes no references in every JAX version, and names its arguments differently.
+    """
+
+    def run(*refs: jax.Ref) -> None:
+        with_scratch = functools.partial(body, *refs)
+        pl.run_scoped(with_scratch, collective_axes=mesh.thread_name, **scratch)
+
+    return pl.kernel(
+        run, out_type=tuple(out), mesh=mesh, compiler_params=compiler_params, name=name
+    )
 
 
 def params(**options: Any) -> plgpu.CompilerParams:
@@ -79,7 +97,7 @@ def ptx(text: str, constraints: str, *operands: Any, results: int = 0) -> Any:
         kind = ir.Type.parse("!llvm.void")
     else:
         kind = word if results == 1 else llvm.StructType.get_literal([word] * results)
-    value = llvm.inline_asm(kind, list(operands), text, constraints, has_side_effects=True)
+    value: Any = llvm.inline_asm(kind, list(operands), text, constraints, has_side_effects=True)
     if results > 1:
         return [llvm.extractvalue(word, value, [place]) for place in range(results)]
     return value

@@ -37,5 +37,5 @@ def index_scores(
     match resolve("index_scores", backend, refusal=refusal):
         case "triton":
             return triton.index_scores(queries, weights, keys, visible)
-        case "reference":
+        case _:
             return reference.index_scores(queries, weights, keys, visible)

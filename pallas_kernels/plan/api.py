@@ -40,5 +40,5 @@ def plan(
     match resolve("plan", backend, refusal=refusal):
         case "triton":
             return triton.plan(wanted, tables, page_slots=page_slots)
-        case "reference":
+        case _:
             return reference.plan(wanted, tables, page_slots=page_slots)

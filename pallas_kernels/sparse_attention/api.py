@@ -8,7 +8,7 @@ from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.sparse_attention import mosaic, reference
 
 
-def sparse_attention(
+def sparse_attention(  # noqa: PLR0913  # what it reads, and how it reads it
     query: Float[Array, "R T H width"],
     slots: Int[Array, "S W"],
     location: Int[Array, "R T K"],

@@ -200,7 +200,8 @@ def _copy_slots(target: Any, source: Any) -> None:
 def _starts(slots_ref: Any, ids: Any, rows: Rows) -> tuple[list[Any], list[Any]]:
     """Which rows of the thread there are, and their addresses; those of slot 0 for the others."""
     source = arith.addi(address(slots_ref, 64), integer(rows.offset, 64))
-    live, starts = [], []
+    live: list[Any] = []
+    starts: list[Any] = []
     for register in ids.registers:
         slot = vector.extract(register, dynamic_position=[], static_position=[0])
         live.append(arith.cmpi(arith.CmpIPredicate.sge, slot, integer(0)))
@@ -397,7 +398,7 @@ def _expand(word: Any, scale: tuple[Any, Any]) -> list[Any]:
 
     The bits of e4m3 are shifted to where bfloat16 has sign, exponent and mantissa, which makes them
     too small by 2**(127 - 7), below the smallest normal number too; then multiplied by 2**120,
-    which is exact, and by both parts of the scale. Conversions by instruction are four times slower.
+    which is exact, and by both parts of the scale. Converting instructions are slower.
     """
     two = (
         "prmt.b32 x, $2, 0, {bytes}; shr.u32 y, x, 4; and.b32 y, y, 0x07f007f0; "

@@ -24,5 +24,5 @@ def top_k(
     match resolve("top_k", backend, refusal=refusal):
         case "triton":
             return triton.top_k(scores, k)
-        case "reference":
+        case _:
             return reference.top_k(scores, k)

@@ -12,7 +12,6 @@ import pytest
 
 from pallas_kernels.common.scaled_rows import GLM_FP8, V4_ENTRY, ScaledRow, decode, encode
 from pallas_kernels.sparse_attention import mosaic
-from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_attention.cases import CASES, NAN_WORD, random
 from tests.support.attention import arguments, assert_close, attended, options, run
 
@@ -121,7 +120,7 @@ LOWERED = ["glm_small", "glm_verify", "glm_fp8_verify", "v4_verify", "glm_sinks"
 
 @pytest.mark.parametrize("name", LOWERED)
 def test_the_kernel_lowers_for_a_gpu_without_a_copy_of_the_records(name):
-    """Also here, where there is no GPU: shapes, layouts and shared memory are checked on the way."""
+    """Without a GPU too: shapes, layouts and shared memory are checked on the way."""
     inputs = CASES[name]()
     slots = jax.ShapeDtypeStruct((1 << 20, inputs.slots.shape[1]), jnp.int32)
     query, _, location, *sinks = arguments(inputs)
