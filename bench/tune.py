@@ -58,7 +58,8 @@ def first_request_error(variant: Variant, operands: Tree, result: Tree) -> float
     """Error of the first request of the first call."""
     _, arrays = variant.step(lambda *arrays: arrays)((), operands, 0)
     # Slots are those of all requests: the only array without an axis of requests.
-    alone = [array[:1] if array.shape[0] == variant.case.requests else array for array in arrays]
+    first = lambda array: array[:1] if array.shape[0] == variant.case.requests else array
+    alone = jax.tree.map(first, arrays)
     wanted = jax.jit(partial(variant.exact, **variant.options))(*alone)
     return error(jax.tree.map(lambda array: array[:1], result), wanted)
 
@@ -106,7 +107,7 @@ def run(variant: Variant, work: AnyWork, jobs: Jobs, floors: Floors) -> Row:
 def sweep(tried: list[Variant], floors: Floors, pool: ThreadPoolExecutor) -> Iterator[Row]:
     """Rows of all variants, case by case; those of a case are compiled at the same time."""
     for case in dict.fromkeys(variant.case for variant in tried):
-        work = case.build("triton")
+        work = case.build("triton")  # any: a variant brings a call of its own
         group = [variant for variant in tried if variant.case == case]
         jobs = [attempt(compiling, variant, work, pool) for variant in group]
         for variant, job in zip(group, jobs, strict=True):

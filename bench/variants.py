@@ -17,8 +17,10 @@ from bench.ops.index_scores import IndexScores
 from bench.ops.sparse_attention import SparseAttention
 from pallas_kernels.common.rows import unpack
 from pallas_kernels.index_scores import cases as index_cases
+from pallas_kernels.index_scores import mosaic as index_mosaic
 from pallas_kernels.index_scores import reference as index_reference
 from pallas_kernels.index_scores import triton as index_triton
+from pallas_kernels.index_scores.types import Keys, ScaledKeys, quantise
 from pallas_kernels.sparse_attention import cases as sparse_cases
 from pallas_kernels.sparse_attention import reference as sparse_reference
 from pallas_kernels.sparse_attention import triton as sparse_triton
@@ -119,43 +121,53 @@ def _exact_attention(
 
 def scores(*, small: bool) -> Iterator[Variant]:
     """Of index scores: with one query the reads, with eight the products."""
-    tuning = index_triton.Tuning
-    one, eight = IndexScores(queries=1), IndexScores(queries=8)
-    for case, variant in [
-        (one, tuning()),
-        (one, tuning(stages=4)),
-        (one, tuning(warps=8, stages=4)),
-        (eight, tuning(block=64, steps=48, queries=8, product=2)),
-        (eight, tuning(block=64, steps=48, queries=4, product=4)),
-        (eight, tuning(block=128, steps=24, queries=8, product=4, warps=8)),
-        (eight, tuning(block=64, steps=48, queries=8, product=8, warps=8)),
+    tuning = index_mosaic.Tuning
+    for queries, keys, tried in [
+        (1, "bf16", [tuning(), tuning(stages=12), tuning(rows=128, stages=6)]),
+        (8, "bf16", [tuning(stages=6, buffers=1, turns=turns) for turns in (True, False)]),
+        (
+            1,
+            "fp8",
+            [
+                tuning(stages=16),
+                tuning(stages=12, consumers=3, registers=(152, 40)),
+                tuning(stages=8, rows=128),
+            ],
+        ),
+        (8, "fp8", [tuning(stages=12, buffers=1, turns=turns) for turns in (True, False)]),
     ]:
-        yield _scores(case, variant, "bfloat16", small=small)
+        for variant in tried:
+            yield _scores(IndexScores(queries=queries, keys=keys), variant, small=small)
 
 
-def _scores(case: IndexScores, tuning: index_triton.Tuning, dtype: str, *, small: bool) -> Variant:
+def _scores(case: IndexScores, tuning: index_mosaic.Tuning, *, small: bool) -> Variant:
+    """The Mosaic kernel; where there is no GPU, the reference, since it runs nowhere else."""
     case = case.small() if small else case
     inputs = index_cases.glm(
-        requests=3, queries=case.queries, positions=5000, visible=(4990, 1700, 0), dtype=dtype
+        requests=3, queries=case.queries, positions=5000, visible=(4990, 1700, 0)
     )
+    queries, weights, keys, visible = (jnp.asarray(array) for array in inputs)
+    call = partial(index_mosaic.index_scores, tuning=tuning)
     return Variant(
         case=case,
-        label=_label(tuning),
-        call=partial(index_triton.index_scores, tuning=tuning, interpret=small),
+        label=f"{case.keys} {_label(tuning)}",
+        call=index_reference.index_scores if small else call,
         exact=_exact_scores,
         step=index_scores.step,
-        small=tuple(jnp.asarray(array) for array in inputs),
+        small=(queries, weights, quantise(keys) if case.keys == "fp8" else keys, visible),
     )
 
 
-def _exact_scores(queries: Array, weights: Array, keys: Array, visible: Array) -> Array:
-    queries, keys = queries.astype(jnp.float32), keys.astype(jnp.float32)
+def _exact_scores(queries: Array, weights: Array, keys: Keys, visible: Array) -> Array:
+    queries = queries.astype(jnp.float32)
+    if not isinstance(keys, ScaledKeys):
+        keys = keys.astype(jnp.float32)
     return index_reference.index_scores(queries, weights, keys, visible)
 
 
 def float32(*, small: bool) -> Iterator[Variant]:
     """The default kernels on float32 operands; only checked, their production size is not built."""
-    yield _scores(IndexScores(queries=2), index_triton.default_tuning(2, 4), "float32", small=small)
+    yield _float32_scores(small=small)
     sizes = {"heads": 16, "width": 160, "value_width": 128}
     inputs = sparse_cases.random(queries=2, top_k=300, slots=600, selected=(300, 31), **sizes)
     tuning = sparse_triton.default_tuning(4, 300, 4)
@@ -166,7 +178,18 @@ def float32(*, small: bool) -> Iterator[Variant]:
     )
 
 
-def _label(tuning: sparse_triton.Tuning | index_triton.Tuning) -> str:
+def _float32_scores(*, small: bool) -> Variant:
+    inputs = index_cases.glm(
+        requests=3, queries=2, positions=5000, visible=(4990, 1700, 0), dtype="float32"
+    )
+    return dataclasses.replace(
+        _scores(IndexScores(queries=2), index_mosaic.Tuning(), small=small),
+        call=partial(index_triton.index_scores, interpret=small),
+        small=tuple(jnp.asarray(array) for array in inputs),
+    )
+
+
+def _label(tuning: sparse_triton.Tuning | index_mosaic.Tuning) -> str:
     """Where a tuning differs from the defaults of its class."""
     usual = dataclasses.asdict(type(tuning)())
     changed = {

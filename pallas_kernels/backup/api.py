@@ -26,7 +26,7 @@ def backup(
     Returns:
         `host`, in its memory kind, with the records in place; other rows are unchanged.
     """
-    match resolve("backup", backend, refusal=None):
+    match resolve("backup", backend, refusals={"triton": None}):
         case "triton":
             return triton.backup(host, slots, rows, sources)
         case "reference":

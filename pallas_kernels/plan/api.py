@@ -35,7 +35,7 @@ def plan(
         The plan, and the tables after it. Every slot of the plan is distinct within its request.
     """
     refusal = triton.supports(*tables.slot_of.shape)
-    match resolve("plan", backend, refusal=refusal):
+    match resolve("plan", backend, refusals={"triton": refusal}):
         case "triton":
             return triton.plan(wanted, tables, page_slots=page_slots)
         case "reference":

@@ -26,7 +26,7 @@ def retrieve(
     Returns:
         `slots` with the records in place; other slots are unchanged.
     """
-    match resolve("retrieve", backend, refusal=None):
+    match resolve("retrieve", backend, refusals={"triton": None}):
         case "triton":
             return triton.retrieve(host, slots, rows, targets)
         case "reference":

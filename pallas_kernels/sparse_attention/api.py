@@ -50,7 +50,7 @@ def sparse_attention(
         "scale": scale,
     }
     refusal = triton.supports(query, row_dtype=row_dtype, value_width=value_width)
-    match resolve("sparse_attention", backend, refusal=refusal):
+    match resolve("sparse_attention", backend, refusals={"triton": refusal}):
         case "triton":
             return triton.sparse_attention(query, slots, location, **options)
         case "reference":
