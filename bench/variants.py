@@ -122,19 +122,40 @@ def _exact_attention(
 def scores(*, small: bool) -> Iterator[Variant]:
     """Of index scores: with one query the reads, with eight the products."""
     tuning = index_mosaic.Tuning
+    eight = partial(tuning, buffers=1, turns=True)
     for queries, keys, tried in [
-        (1, "bf16", [tuning(), tuning(stages=12), tuning(rows=128, stages=6)]),
-        (8, "bf16", [tuning(stages=6, buffers=1, turns=turns) for turns in (True, False)]),
+        (1, "bf16", [tuning()]),
+        (
+            8,
+            "bf16",
+            [
+                eight(stages=6, held=True),
+                eight(stages=6, held=True, ahead=1),
+                eight(stages=6, ahead=1),
+                eight(stages=6, held=True, turns=False),
+            ],
+        ),
         (
             1,
             "fp8",
             [
-                tuning(stages=16),
-                tuning(stages=12, consumers=3, registers=(152, 40)),
-                tuning(stages=8, rows=128),
+                tuning(rows=128, product=128, stages=8),
+                tuning(rows=256, product=128, stages=6),
+                tuning(rows=256, product=64, stages=6),
+                tuning(rows=128, product=64, stages=12, consumers=3, registers=(152, 40)),
+                tuning(rows=256, product=64, stages=6, consumers=3, registers=(152, 40)),
             ],
         ),
-        (8, "fp8", [tuning(stages=12, buffers=1, turns=turns) for turns in (True, False)]),
+        (
+            8,
+            "fp8",
+            [
+                eight(stages=12, held=True, staged=True),
+                eight(stages=12, held=True, staged=True, ahead=1),
+                eight(stages=12, ahead=1),
+                eight(stages=12, held=True, staged=True, turns=False),
+            ],
+        ),
     ]:
         for variant in tried:
             yield _scores(IndexScores(queries=queries, keys=keys), variant, small=small)

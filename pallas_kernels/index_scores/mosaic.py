@@ -22,7 +22,7 @@ sums while the other one multiplies.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,13 +30,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.common import mosaic
 from pallas_kernels.index_scores.types import Keys, ScaledKeys
 
-PRODUCT_ROWS = 64
-"""Rows of a `wgmma`."""
 MOST_COLUMNS = 256
 """Columns of a `wgmma`: queries times heads."""
 SWIZZLE = 128
@@ -46,6 +43,12 @@ MOST_BOX = 256
 LEAST_COPY = 32
 """Words of a copy into shared memory: every thread of a warpgroup accounts for a byte or more."""
 MOST_WIDTH = 256
+DEPTH = 64
+"""Numbers of a key that are multiplied at once: a row of a tile of 16-bit numbers."""
+UNIT = 8
+"""Columns that the threads of a quarter warp hold side by side."""
+ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+"""Layouts of what a product has per row and per column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +56,29 @@ class Tuning:
     """How the work is cut.
 
     Attributes:
-        rows: keys of a tile, a multiple of 64.
+        rows: keys of a tile, a multiple of `product`.
+        product: keys of a product, a multiple of 64.
         stages: slots of the ring of tiles, a multiple of `consumers`.
         consumers: warpgroups that multiply.
         buffers: requests whose queries are held at once.
-        turns: start the products of the consumers one after another, so that one sums while
-            another one multiplies.
+        turns: consumers multiply one after another, so that one sums while another one multiplies.
+        ahead: with turns, multiplications of `DEPTH` numbers that are still running when the next
+            consumer starts.
+        held: weights stay in registers, and are not read again for every tile.
+        staged: fp8 keys go back to shared memory as float16, and not from registers into a product.
         registers: of a thread that multiplies, and of one that copies.
         programs: one per multiprocessor.
     """
 
     rows: int = 64
+    product: int = 64
     stages: int = 8
     consumers: int = 2
     buffers: int = 2
     turns: bool = False
+    ahead: int = 0
+    held: bool = False
+    staged: bool = False
     registers: tuple[int, int] = (232, 40)
     programs: int = 132
 
@@ -102,6 +113,11 @@ class Spec(NamedTuple):
         """Columns of a product."""
         return self.count * self.heads
 
+    @property
+    def in_registers(self) -> bool:
+        """Whether the left operand of a product is."""
+        return self.scaled and not self.tuning.staged
+
 
 class Operands(NamedTuple):
     """What the kernel reads and writes, in global memory.
@@ -134,6 +150,7 @@ class Shared(NamedTuple):
         queries: of as many rows as there are buffers.
         weights: of the same rows.
         tiles: how many tiles of each row are visible.
+        staged: float16 keys of a product of each consumer; None without.
         scores: two tiles of scores of each consumer, on their way out.
         hidden: -inf.
         full: a slot of the ring holds its tile.
@@ -149,6 +166,7 @@ class Shared(NamedTuple):
     queries: Any
     weights: Any
     tiles: Any
+    staged: Any
     scores: Any
     hidden: Any
     full: Any
@@ -217,10 +235,10 @@ def index_scores(
     positions = keys.shape[1]
     scaled = isinstance(keys, ScaledKeys)
     tuning = tuning or default_tuning(count, heads, scaled=scaled)
-    operands, spec = _operands(queries, weights, keys, visible, tuning)
-    spec = spec._replace(interpreted=interpret is not None)
+    interpreted = interpret is not None
+    operands, spec = _operands(queries, weights, keys, visible, tuning, interpreted=interpreted)
     # Rows of scores start at multiples of 16 bytes: the copy engine wants that.
-    padded = -(-operands.keys.shape[1] // 4) * 4
+    padded = _round_up(spec.positions, 4) + interpreted * MOST_BOX
     run = plgpu.kernel(
         functools.partial(_kernel, spec=spec),
         out_type=jax.ShapeDtypeStruct((spec.rows, spec.count, padded), jnp.float32),
@@ -239,16 +257,23 @@ def index_scores(
     return scores[:, :count, :positions]
 
 
+def _round_up(size: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `size`."""
+    return pl.cdiv(size, unit) * unit
+
+
 def _operands(
     queries: Float[Array, "R T heads width"],
     weights: Float[Array, "R T heads"],
     keys: Keys,
     visible: Int[Array, "R T"],
     tuning: Tuning,
+    *,
+    interpreted: bool,
 ) -> tuple[Operands, Spec]:
     """Group and pad what is small; with the sizes of GLM there is nothing to pad but `tiles`."""
     requests, count, heads, width = queries.shape
-    heads_more = -heads % 8
+    heads_more = _round_up(heads, UNIT) - heads
     groups = pl.cdiv(count, MOST_COLUMNS // (heads + heads_more))
     together = pl.cdiv(count, groups)
     count_more = groups * together - count
@@ -256,7 +281,10 @@ def _operands(
     numbers, scales = keys if isinstance(keys, ScaledKeys) else (keys, None)
     if scales is not None:
         queries, weights = _float16_queries(queries, weights)
-    if (short := tuning.rows - keys.shape[1]) > 0:
+    # A tile may reach over the end of the keys: what a copy finds there is zeros, and what it leaves
+    # there is dropped. Not so in the interpreter of jax 0.10.
+    short = _round_up(keys.shape[1], tuning.rows) - keys.shape[1]
+    if short and (interpreted or keys.shape[1] < tuning.rows):
         numbers = jnp.pad(numbers, ((0, 0), (0, short), (0, 0)))
         scales = None if scales is None else jnp.pad(scales, ((0, 0), (0, short)))
     queries = jnp.pad(queries, ((0, 0), (0, count_more), (0, heads_more), (0, 0)))
@@ -266,7 +294,7 @@ def _operands(
     most = functools.reduce(jnp.maximum, [visible[:, query] for query in range(together)])
     tiles = pl.cdiv(jnp.clip(most, 0, keys.shape[1]), tuning.rows)
     operands = Operands(
-        tiles=jnp.pad(tiles, (0, -rows % LEAST_COPY)),
+        tiles=jnp.pad(tiles, (0, _round_up(rows, LEAST_COPY) - rows)),
         visible=visible,
         queries=queries.reshape(rows, columns, width),
         weights=weights.reshape(rows, columns),
@@ -281,7 +309,7 @@ def _operands(
         positions=numbers.shape[1],
         width=width,
         scaled=scales is not None,
-        interpreted=False,
+        interpreted=interpreted,
         tuning=tuning,
     )
 
@@ -315,6 +343,9 @@ def _shared(spec: Spec, operands: Operands) -> Shared:
         queries=tiled((tuning.buffers, spec.columns, spec.width), operands.queries.dtype),
         weights=float32(tuning.buffers, spec.columns),
         tiles=plgpu.SMEM(operands.tiles.shape, jnp.int32),
+        staged=tiled((tuning.consumers, tuning.product, spec.width), operands.queries.dtype)
+        if spec.scaled and tuning.staged
+        else None,
         scores=float32(tuning.consumers, 2, spec.count, tuning.rows),
         hidden=float32(spec.count, MOST_BOX),
         full=barrier(tuning.stages, 2 if spec.scaled else 1),
@@ -340,10 +371,8 @@ def _kernel(*refs: Any, spec: Spec) -> None:
         plgpu.barrier_wait(shared.tiles_full.at[0])
         _for_segments(shared, spec, functools.partial(_copy_segment, operands, shared, spec))
         _hide(operands, shared, spec)
-        for slot in range(spec.tuning.stages):
-            plgpu.barrier_wait(shared.free.at[slot])
-        for buffer in range(spec.tuning.buffers):
-            plgpu.barrier_wait(shared.queries_free.at[buffer])
+        _drain(shared.free, spec.tuning.stages)
+        _drain(shared.queries_free, spec.tuning.buffers)
 
     @pl.when(warpgroup < spec.tuning.consumers)
     def _() -> None:
@@ -353,10 +382,28 @@ def _kernel(*refs: Any, spec: Spec) -> None:
         score = functools.partial(_score_segment, operands, shared, spec, warpgroup)
         steps = _for_segments(shared, spec, score)
         if spec.tuning.turns:
-            pl.when(_consumer_of(steps, spec) == warpgroup)(
-                lambda: plgpu.barrier_wait(shared.turn.at[warpgroup])
-            )
+            _finish_turns(shared, spec, warpgroup, steps)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _drain(barriers: Any, number: int) -> None:
+    """Wait until all that is in shared memory has been read."""
+    lax.fori_loop(0, number, lambda at, _: plgpu.barrier_wait(barriers.at[at]), None)
+
+
+def _finish_turns(
+    shared: Shared, spec: Spec, consumer: Int[Array, ""], steps: Int[Array, ""]
+) -> None:
+    """Pass on the turns of a consumer that has no tile in the last round; take back the last."""
+    rest = _consumer_of(steps, spec)
+
+    @pl.when((rest > 0) & (consumer >= rest))
+    def _() -> None:
+        for _ in range(spec.tuning.rows // spec.tuning.product):
+            plgpu.barrier_wait(shared.turn.at[consumer])
+            plgpu.barrier_arrive(shared.turn.at[_consumer_of(consumer + 1, spec)])
+
+    pl.when(consumer == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))
 
 
 def _consumer_of(step: Int[Array, ""], spec: Spec) -> Int[Array, ""]:
@@ -459,6 +506,20 @@ def _hide(operands: Operands, shared: Shared, spec: Spec) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+class Place(NamedTuple):
+    """Where a consumer is.
+
+    Attributes:
+        consumer: which one it is.
+        buffer: that of its queries and weights.
+        slot: that of its tile.
+    """
+
+    consumer: Int[Array, ""]
+    buffer: Int[Array, ""]
+    slot: Int[Array, ""]
+
+
 def _score_segment(
     operands: Operands, shared: Shared, spec: Spec, consumer: Int[Array, ""], segment: Segment
 ) -> None:
@@ -470,20 +531,19 @@ def _score_segment(
     skipped = _consumer_of(consumer + consumers - _consumer_of(segment.step, spec), spec)
     tiles = lax.div(segment.end - segment.first - skipped + consumers - 1, consumers)
     plgpu.barrier_wait(shared.queries_full.at[buffer])
+    held = _weights(shared, spec, buffer) if tuning.held else None
 
     def score(number: Int[Array, ""], _: None) -> None:
-        ahead = skipped + number * consumers
-        step, at = segment.step + ahead, (segment.first + ahead) * tuning.rows
-        slot = lax.rem(step, jnp.int32(tuning.stages))
-        plgpu.barrier_wait(shared.full.at[slot])
-        sums = _sums(shared, spec, consumer, slot, buffer)
-        position = at + plgpu.broadcasted_iota(
-            jnp.int32, (tuning.rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
-        )
+        tile = skipped + number * consumers
+        step, at = segment.step + tile, (segment.first + tile) * tuning.rows
+        place = Place(consumer, buffer, lax.rem(step, jnp.int32(tuning.stages)))
         out = shared.scores.at[consumer, lax.rem(lax.div(step, consumers), jnp.int32(2))]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        for query, visible in enumerate(seen):
-            out[query] = jnp.where(position < visible, sums[query], -jnp.inf)
+        plgpu.barrier_wait(shared.full.at[place.slot])
+        for first, sums in _sums(shared, spec, place, held):
+            ahead = _lay_out(lax.iota(jnp.int32, tuning.product), ROWS, spec)
+            for query, visible in enumerate(seen):
+                scores = jnp.where(at + first + ahead < visible, sums[query], -jnp.inf)
+                out[query, first : first + tuning.product] = scores
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, operands.scores.at[segment.row, :, pl.ds(at, tuning.rows)])
 
@@ -491,54 +551,106 @@ def _score_segment(
     plgpu.barrier_arrive(shared.queries_free.at[buffer])
 
 
+def _lay_out(values: Shaped[Array, "*n"], layout: Any, spec: Spec) -> Shaped[Array, "*n"]:
+    """Say which thread holds which of the values. The interpreter of jax 0.10 knows no layouts."""
+    return values if spec.interpreted else plgpu.layout_cast(values, layout)
+
+
+def _weights(shared: Shared, spec: Spec, buffer: Int[Array, ""]) -> list[Float[Array, "unit"]]:
+    """Weights of a buffer, by units of columns."""
+    units = range(0, spec.columns, UNIT)
+    return [_lay_out(shared.weights[buffer, at : at + UNIT], COLUMNS, spec) for at in units]
+
+
 def _sums(
-    shared: Shared,
-    spec: Spec,
-    consumer: Int[Array, ""],
-    slot: Int[Array, ""],
-    buffer: Int[Array, ""],
-) -> list[Float[Array, " rows"]]:
-    """`sum_h weights_h * relu(query_h . key)` of every query with the keys of a slot."""
-    products = _products(shared, spec, consumer, slot, buffer)
-    scales = None
-    if spec.scaled:
-        scales = mosaic.load(shared.scales.at[slot], plgpu.Layout.WGMMA.reduce(1))
-    plgpu.barrier_arrive(shared.free.at[slot])
-    sums = []
-    for query in range(spec.count):
-        heads = slice(query * spec.heads, (query + 1) * spec.heads)
-        weights = mosaic.load(shared.weights.at[buffer, heads], plgpu.Layout.WGMMA.reduce(0))
-        relevance = jnp.maximum(products[:, heads], 0.0)
-        relevance = relevance * lax.broadcast_in_dim(weights, relevance.shape, (1,))
-        total = relevance.sum(axis=1)
-        sums.append(total if scales is None else total * scales)
-    return sums
+    shared: Shared, spec: Spec, place: Place, held: list[Float[Array, "unit"]] | None
+) -> Iterator[tuple[int, list[Float[Array, " product"]]]]:
+    """`sum_h weights_h * relu(query_h . key)` of every query, product by product of a tile."""
+    size = spec.tuning.product
+    firsts = range(0, spec.tuning.rows, size)
+    keys = _left_operand(shared, spec, place, 0)
+    for first in firsts:
+        last = first == firsts[-1]
+        prepare = lambda: None
+        if spec.in_registers and not last:
+            prepare = functools.partial(_left_operand, shared, spec, place, first + size)
+        products, following = _products(shared, spec, place, keys, prepare)
+        scales = None
+        if spec.scaled:
+            scales = _lay_out(shared.scales[place.slot, first : first + size], ROWS, spec)
+        if last:
+            plgpu.barrier_arrive(shared.free.at[place.slot])
+        elif not spec.in_registers:
+            following = _left_operand(shared, spec, place, first + size)
+        keys = following
+        sums = _weighted(
+            products, _weights(shared, spec, place.buffer) if held is None else held, spec.heads
+        )
+        yield first, [total if scales is None else total * scales for total in sums]
+
+
+def _left_operand(shared: Shared, spec: Spec, place: Place, first: int) -> Any:  # noqa: ANN401
+    """Keys of a tile from `first` on, as many as a product has: in shared memory or registers."""
+    keys = shared.keys.at[place.slot, first : first + spec.tuning.product]
+    if not spec.scaled:
+        return keys
+    numbers = _lay_out(keys[...], plgpu.Layout.WGMMA_UPCAST_2X, spec)
+    if not spec.tuning.staged:
+        return _lay_out(numbers, plgpu.Layout.WGMMA, spec).astype(jnp.float16)
+    # Left to itself the compiler converts registers as late as it can: between turn and product.
+    staged = shared.staged.at[place.consumer]
+    staged[...] = numbers.astype(jnp.float16)
+    plgpu.commit_smem()
+    return staged
 
 
 def _products(
     shared: Shared,
     spec: Spec,
-    consumer: Int[Array, ""],
-    slot: Int[Array, ""],
-    buffer: Int[Array, ""],
-) -> Float[Array, "rows columns"]:
-    """Products of the keys of a slot with all columns of a buffer."""
+    place: Place,
+    keys: Any,  # noqa: ANN401
+    prepare: Callable[[], Any],
+) -> Any:  # noqa: ANN401
+    """Products of keys with all columns of a buffer; and what `prepare` made in the meantime."""
     tuning = spec.tuning
-    keys = shared.keys.at[slot]
-    if spec.scaled:
-        keys = mosaic.load(keys, plgpu.Layout.WGMMA_UPCAST_2X)
-        keys = plgpu.layout_cast(keys, plgpu.Layout.WGMMA).astype(jnp.float16)
+
+    def multiply(products: Any) -> Any:  # noqa: ANN401
+        for first in range(0, spec.width, DEPTH):
+            depth = slice(first, first + DEPTH)
+            queries = shared.queries.at[place.buffer, :, depth]
+            left = keys[:, depth] if spec.in_registers else keys.at[:, depth]
+            if not spec.interpreted:
+                plgpu.wgmma(products, left, queries.transpose((1, 0)))
+        # The scores before the last ones have left, and their room is free.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        prepared = prepare()
+        if tuning.turns:
+            plgpu.wgmma_wait(tuning.ahead)
+            plgpu.barrier_arrive(shared.turn.at[_consumer_of(place.consumer + 1, spec)])
         if spec.interpreted:
-            # The interpreter has no `wgmma` with a left operand in registers.
-            columns = shared.queries[buffer]
-            return jnp.dot(keys, columns.T, preferred_element_type=jnp.float32)
+            # The interpreter multiplies no registers, and that of jax 0.10 transposes nothing.
+            queries = shared.queries[place.buffer]
+            exact = jnp.dot(keys[...], queries.T, preferred_element_type=jnp.float32)
+            return exact, prepared
+        return products[...], prepared
 
-    def multiply(products: Any) -> Float[Array, "rows columns"]:
-        if tuning.turns:
-            plgpu.barrier_wait(shared.turn.at[consumer])
-        plgpu.wgmma(products, keys, shared.queries.at[buffer].transpose((1, 0)))
-        if tuning.turns:
-            plgpu.barrier_arrive(shared.turn.at[_consumer_of(consumer + 1, spec)])
-        return products[...]
+    if tuning.turns:
+        plgpu.barrier_wait(shared.turn.at[place.consumer])
+    return pl.run_scoped(multiply, plgpu.ACC((tuning.product, spec.columns), jnp.float32))
 
-    return pl.run_scoped(multiply, plgpu.ACC((tuning.rows, spec.columns), jnp.float32))
+
+def _weighted(
+    products: Float[Array, "product columns"], weights: list[Float[Array, "unit"]], heads: int
+) -> Iterator[Float[Array, " product"]]:
+    """Rectified and weighted products, summed over the heads of each query.
+
+    Unit by unit, so that a sum is a chain of multiplications with addition in each thread, and
+    only its end is added up across threads.
+    """
+    for first in range(0, products.shape[1], heads):
+        total = None
+        for at in range(first, first + heads, UNIT):
+            weight = lax.broadcast_in_dim(weights[at // UNIT], (len(products), UNIT), (1,))
+            term = jnp.maximum(products[:, at : at + UNIT], 0.0) * weight
+            total = term if total is None else total + term
+        yield total.sum(axis=1)
