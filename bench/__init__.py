@@ -4,6 +4,7 @@ Commands
     load_sweep    the policies against the load, on the bundled model
     kernels       every operation against its floor
     tune          variants of the kernels that have a choice, each checked before it is timed
+    tune_select   variants of the plan and of top-K, compared with the references and timed
     link          reads and writes of host memory by record size and span
     traces        the cache curve of the trace model beside the published one
     plots         pictures from committed results
@@ -16,6 +17,8 @@ What they share
     plan_steps.py operands of the plan on traces
     pools.py      large host pools whose records can be checked
     variants.py   tunings that `tune` compares
+    trials.py     a check and a time, of which `tune_select` makes many
+    plan_variants.py  tunings of the plan that `tune_select` compares
     ops/          production sizes, a module per operation
 results/          committed results
 """

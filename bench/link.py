@@ -5,6 +5,8 @@ time of calls of a few records. On a CPU host and device memory are the same, an
 those of a gather and a scatter.
 """
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +22,9 @@ from bench.work import Case
 from pallas_kernels.common.rows import WORD_BYTES
 
 CALL_BYTES = 48 << 20
-FEW = (1, 8, 64)
-READ_WORDS = (164, 288, 672, 1152, 2624)
-WRITE_WORDS = (164, 672, 1152)
+FEW = (1, 64)
+WORDS = (164, 288, 672, 1152)
+"""Records of 656 B and 1,152 B (a row in fp8 and bf16), 2,688 B and 4,608 B (four of them)."""
 
 SPANS: dict[str, dict[str, int]] = {
     "0.7GB": {"used": 1, "reach": 700_000_000},
@@ -34,30 +36,43 @@ SPANS: dict[str, dict[str, int]] = {
 ON_CPU = "no link: host and device memory are the same, figures are those of gather and scatter"
 
 
-def _sizes(words: int) -> dict[str, CopySizes]:
-    records = CALL_BYTES // (words * WORD_BYTES)
-    return {
-        f"{words * WORD_BYTES}B_{name}": CopySizes(words=words, records=records, **span)
+def _reads(words: int) -> dict[str, Case]:
+    size = words * WORD_BYTES
+    many = {
+        f"read_{size}B_{name}": Retrieve(CopySizes(words=words, records=CALL_BYTES // size, **span))
         for name, span in SPANS.items()
     }
+    few = {
+        f"read_{size}B_{records}_records": Retrieve(
+            CopySizes(words=words, records=records, calls=24)
+        )
+        for records in FEW
+    }
+    return {**many, **few}
 
 
-def cases() -> dict[str, dict[str, Case]]:
-    """Cases by operation; those with the same pools follow each other."""
-    reads: dict[str, Case] = {}
-    writes: dict[str, Case] = {}
-    for words in READ_WORDS:
-        reads |= {f"read_{name}": Retrieve(sizes) for name, sizes in _sizes(words).items()}
-        if words in WRITE_WORDS:
-            for records in FEW:
-                few = CopySizes(words=words, records=records, calls=24)
-                reads[f"read_{words * WORD_BYTES}B_{records}_records"] = Retrieve(few)
-    for words in WRITE_WORDS:
-        writes |= {f"write_{name}": Backup(sizes) for name, sizes in _sizes(words).items()}
-        for records in FEW:
-            few = CopySizes(words=words, records=records, calls=24)
-            writes[f"write_{words * WORD_BYTES}B_{records}_records"] = Backup(few)
-    return {"retrieve": reads, "backup": writes}
+def _writes(words: int) -> dict[str, Case]:
+    """A call writes to all pools in use, the few records to one."""
+    size = words * WORD_BYTES
+    many: dict[str, Case] = {}
+    for name, span in SPANS.items():
+        sizes = CopySizes(words=words, records=1, **span)
+        records = CALL_BYTES // (size * sizes.written)
+        many[f"write_{size}B_{name}"] = Backup(dataclasses.replace(sizes, records=records))
+    few = {
+        f"write_{size}B_{records}_records": Backup(
+            CopySizes(words=words, records=records, used=1, calls=24)
+        )
+        for records in FEW
+    }
+    return {**many, **few}
+
+
+def cases() -> Iterator[tuple[str, dict[str, Case]]]:
+    """Operations with their cases. All that have the same pools follow each other, writes last."""
+    for words in WORDS:
+        yield "retrieve", _reads(words)
+        yield "backup", _writes(words)
 
 
 def main(
@@ -73,7 +88,7 @@ def main(
     floors = floors_for(runs, small=small or on_cpu)
     rows = [
         run(job, floors, runs=runs)
-        for operation, sized in cases().items()
+        for operation, sized in cases()
         for job in production(operation, sized, small=small)
         if case in job.case
     ]

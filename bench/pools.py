@@ -13,14 +13,16 @@ from jaxtyping import Array, Int
 Pools = tuple[Array, ...]
 
 
-def record_words(rows: Int[Array, " n"], words: int, pool: int) -> Int[Array, "n words"]:
+def record_words(
+    rows: Int[Array, " n"], words: int, pool: int | Int[Array, ""]
+) -> Int[Array, "n words"]:
     """The content of records `rows` of pool number `pool`: a hash of row, word and pool.
 
     The mixing steps are those of MurmurHash3's 32-bit finaliser.
     """
     row = rows.astype(jnp.uint32)[:, None] * jnp.uint32(0x9E3779B1)
     word = jnp.arange(words, dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77)
-    mixed = row ^ word ^ jnp.uint32(pool * 0x27D4EB2F % 2**32)
+    mixed = row ^ word ^ jnp.uint32(pool) * jnp.uint32(0x27D4EB2F)
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(multiplier)
     return (mixed ^ (mixed >> 16)).view(jnp.int32)
@@ -59,11 +61,11 @@ POOLS = PoolCache()
 
 
 def _filled(records: int, words: int, pool: int) -> Int[Array, "N W"]:
-    return jax.block_until_ready(_fill(records, words, pool))
+    return jax.block_until_ready(_fill(records, words, jnp.int32(pool)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _fill(records: int, words: int, pool: int) -> Int[Array, "N W"]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill(records: int, words: int, pool: Int[Array, ""]) -> Int[Array, "N W"]:
     """Filled on the device, which is faster, and moved to the host.
 
     `out_shardings` would put the result there too, but leave it typed as device memory.

@@ -4,9 +4,10 @@ Each variant is checked first, on a small problem with masked entries and poison
 reference in float32; then timed, and one request of the timed result is checked too. Errors are
 relative, in the L2 norm: bf16 operands give 1e-3 to 1e-2, products of bf16 that are summed in
 float32 1e-6, float32 operands 1e-6, and tf32, which no variant may use, 3e-4. What does not compile
-or is not right has a reason instead of a time.
+or is not right has a reason instead of a time. Copies are exact, and a case checks what it copied.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -25,7 +26,7 @@ from bench.record import environment, write
 from bench.roofline import Floors, bound
 from bench.timing import RUNS, chain, measure_chain
 from bench.variants import Operation, Tree, Variant
-from bench.work import AnyWork
+from bench.work import AnyWork, WrongResultError
 
 CONSOLE = Console(stderr=True, width=140)
 WORST = 2e-2
@@ -51,26 +52,32 @@ def error(found: Tree, wanted: Tree) -> float:
 def small_error(variant: Variant, call: Operation) -> float:
     """Error of the variant, compiled or jitted, on its small problem."""
     wanted = jax.jit(partial(variant.exact, **variant.small_options))(*variant.small)
-    return error(call(*variant.prepare(variant.small)), wanted)
+    return error(call(*variant.prepared(variant.small)), wanted)
 
 
-def first_request_error(variant: Variant, operands: Tree, result: Tree) -> float:
-    """Error of the first request of the first call."""
-    _, arrays = variant.step(lambda *arrays: arrays)((), operands, 0)
+def timed_error(variant: Variant, work: AnyWork, state: Tree, results: list[Tree]) -> float:
+    """Error of what was timed: as the case itself sees it, or else of one request."""
+    if work.inspect is not None:
+        try:
+            work.inspect(state, results)
+        except WrongResultError:
+            return float("inf")
+        return 0.0
+    _, arrays = variant.step(lambda *arrays: arrays)((), work.operands, 0)
     # Slots are those of all requests: the only array without an axis of requests.
-    first = lambda array: array[:1] if array.shape[0] == variant.case.requests else array
+    requests = variant.case.requests
+    first = lambda array: array[:1] if array.shape[0] == requests else array
     alone = jax.tree.map(first, arrays)
     wanted = jax.jit(partial(variant.exact, **variant.options))(*alone)
-    return error(jax.tree.map(lambda array: array[:1], result), wanted)
+    return error(jax.tree.map(lambda array: array[:1], results[0]), wanted)
 
 
-def float32_errors(*, small: bool) -> dict[str, float]:
-    """Errors on float32 operands."""
+def float32_errors(op: str | None, *, small: bool) -> dict[str, float]:
+    """Errors on float32 operands, of the operations that compute with them."""
     return {
-        variant.exact.__name__: small_error(
-            variant, jax.jit(partial(variant.call, **variant.small_options))
-        )
-        for variant in variants.float32(small=small)
+        name: small_error(variant, jax.jit(partial(variant.call, **variant.small_options)))
+        for name, variant in variants.float32(small=small).items()
+        if op in (None, name)
     }
 
 
@@ -78,42 +85,53 @@ def compiling(variant: Variant, work: AnyWork, pool: ThreadPoolExecutor) -> Jobs
     """The variant on the small problem and at production size, both on their way."""
     check = jax.jit(partial(variant.call, **variant.small_options))
     step = variant.step(partial(variant.call, **variant.options))
-    shapes = jax.eval_shape(variant.prepare, work.operands)
-    checked = check.lower(*jax.eval_shape(variant.prepare, variant.small))
+    prepared = (
+        (lambda given: given)
+        if variant.prepare is None
+        else partial(jax.eval_shape, variant.prepare)
+    )
     whole: Any = chain(step, work.calls)  # a jitted function, which its type does not say
-    timed = whole.lower(work.state, shapes)
+    checked = check.lower(*prepared(variant.small))
+    timed = whole.lower(work.state, prepared(work.operands))
     return pool.submit(checked.compile), pool.submit(timed.compile)
 
 
-def run(variant: Variant, work: AnyWork, jobs: Jobs, floors: Floors) -> Row:
-    """Check a variant, time it, and check the result that was timed."""
+def run(variant: Variant, work: AnyWork, jobs: Jobs, floors: Floors) -> tuple[Row, Tree]:
+    """Check a variant, time it, check the result that was timed, and hand the state on."""
     least = bound(work.traffic, floors)
     row: Row = {"bound": least.name, "floor_us": least.us}
     check, timed = (job.result() for job in jobs)
     row["error"] = small_error(variant, check)
-    operands = variant.prepare(work.operands)
-    timing, _, results = measure_chain(timed, work.state, operands, calls=work.calls, runs=RUNS)
-    row["timed_error"] = first_request_error(variant, work.operands, results[0])
+    operands = variant.prepared(work.operands)
+    timing, state, results = measure_chain(timed, work.state, operands, calls=work.calls, runs=RUNS)
+    row["timed_error"] = timed_error(variant, work, state, results)
     if not max(row["error"], row["timed_error"]) <= WORST:
-        return row | {"reason": "wrong result"}
-    return row | {
+        return row | {"reason": "wrong result"}, state
+    moved = work.traffic.link_bytes or work.traffic.hbm_bytes
+    times = {
         "time_us": timing.median,
         "spread_us": [timing.low, timing.high],
-        "gbps": work.traffic.hbm_bytes / timing.median / 1e3,
+        "gbps": moved / timing.median / 1e3,
         "ratio": timing.median / least.us,
     }
+    return row | times, state
 
 
 def sweep(tried: list[Variant], floors: Floors, pool: ThreadPoolExecutor) -> Iterator[Row]:
-    """Rows of all variants, case by case; those of a case are compiled at the same time."""
+    """Rows of all variants, case by case; those of a case are compiled at the same time.
+
+    They take turns with the operands and with the state, which may be too large for a second one.
+    """
     for case in dict.fromkeys(variant.case for variant in tried):
-        work = case.build("triton")  # any: a variant brings a call of its own
+        work = case.build("triton")
         group = [variant for variant in tried if variant.case == case]
         jobs = [attempt(compiling, variant, work, pool) for variant in group]
         for variant, job in zip(group, jobs, strict=True):
-            row = job if isinstance(job, dict) else attempt(run, variant, work, job, floors)
-            name = f"R {case.requests} T {case.queries}"
-            yield {"case": name, "variant": variant.label, **row}
+            done = job if isinstance(job, dict) else attempt(run, variant, work, job, floors)
+            if not isinstance(done, dict):
+                done, state = done
+                work = dataclasses.replace(work, state=state)
+            yield {"case": variant.name, "variant": variant.label, **done}
 
 
 def attempt(action: Callable[..., Tree], *args: object) -> Tree:
@@ -158,7 +176,7 @@ def main(
             for row in sweep(list(variants.VARIANTS[name](small=small)), floors, pool):
                 rows.append({"op": name, **row})
                 CONSOLE.print(rows[-1], highlight=False)
-    exact = attempt(partial(float32_errors, small=small))
+    exact = attempt(partial(float32_errors, op, small=small))
     CONSOLE.print(table(rows))
     CONSOLE.print("errors of float32 operands:", exact, highlight=False)
     facts = {"floors": floors._asdict(), "float32_errors": exact, "rows": rows}

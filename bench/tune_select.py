@@ -1,66 +1,41 @@
-"""Variants of the top-K and plan kernels on one GPU: `python -m bench.tune_select [--profile]`.
+"""Variants of the plan and top-K kernels on one GPU: `python -m bench.tune_select [--op NAME]`.
 
 Every variant is compared with the exact reference at the size at which it is timed, before it is
-timed. What fails becomes a row with its reason. The defaults come first, then the sweep, until the
-time that was allowed is used up: what is left is said, not measured.
+timed. What fails becomes a row with its reason. Of each operation the defaults come first, then the
+sweep, until the time that was allowed is used up: what is left is said, not measured.
 
-With `--profile` the last thing is the time of every kernel of the largest plan, from a trace.
+With `--profile` the last thing is the time of every kernel of the two largest plans, from a trace.
 """
 
 import functools
+import itertools
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import typer
 from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
-from bench.ops.plan import Operands, Plan
+from bench.plan_variants import PLANS, PlanCase, kernel_times, plan_trials
 from bench.record import environment, write
 from bench.roofline import Traffic, bound, measure_floors
 from bench.scores import DISTRIBUTIONS, FEW_ROWS, SMALL_TOP_K, TOP_K_SIZES, TopKSize, normal
-from bench.timing import chain, measure
-from bench.work import WrongResultError
-from pallas_kernels.plan import reference as plan_reference
-from pallas_kernels.plan import triton as plan_triton
-from pallas_kernels.plan.types import PlanResult, PlanTables
+from bench.timing import measure
+from bench.trials import INTERPRET, Trial, equal
 from pallas_kernels.top_k import reference as top_k_reference
 from pallas_kernels.top_k import triton as top_k_triton
 
 CONSOLE = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
 
-PLAN_CALLS, TOP_K_CALLS = 4, 4
-"""Steps and inputs of a chain. More of them change the times little and take long to compile."""
+TOP_K_CALLS = 4
+"""Inputs of a chain. More of them change the times little and take long to compile."""
 
-PAGE_SLOTS = 16
-
-
-class Trial(NamedTuple):
-    """One time to find.
-
-    Attributes:
-        name: operation, case and variant.
-        traffic: what one call has to move.
-        check: raises WrongResultError if the variant is wrong.
-        run: median microseconds of a call.
-    """
-
-    name: tuple[str, str, str]
-    traffic: Traffic
-    check: Callable[[], None]
-    run: Callable[[], float]
-
-
-INTERPRET = jax.default_backend() == "cpu"
-"""Where there is no GPU the script can be tried, with --small; its times mean nothing there."""
+Operation = Literal["plan", "top_k"]
 
 
 # Top-K
@@ -98,7 +73,7 @@ def _top_k_trial(
     def check() -> None:
         given = scores(1)[0]
         exact = jax.jit(functools.partial(top_k_reference.top_k, k=size.k))(given)
-        _equal(jax.jit(run)(given), exact)
+        equal(jax.jit(run)(given), exact)
 
     def timed() -> float:
         step = lambda state, operands, call: (state, run(operands[call]))
@@ -110,103 +85,19 @@ def _top_k_trial(
     return Trial(name, Traffic(hbm_bytes=moved), check, timed)
 
 
-# Plan
-
-
-PLANS = {
-    "128_requests_T8": Plan(requests=128, queries=8, budget=4, calls=PLAN_CALLS),
-    "16_requests_T8": Plan(requests=16, queries=8, budget=4, calls=PLAN_CALLS),
-    "16_requests_T8_14K": Plan(requests=16, queries=8, budget=14, calls=PLAN_CALLS),
-    "128_requests_T1": Plan(requests=128, queries=1, budget=2, calls=PLAN_CALLS),
-    "16_requests_T1": Plan(requests=16, queries=1, budget=2, calls=PLAN_CALLS),
-}
-
-PLAN_VARIANTS = {
-    "block 2048 warps 8": plan_triton.Tuning(block=2048, warps=8),
-    "block 512": plan_triton.Tuning(block=512),
-    "warps 8": plan_triton.Tuning(warps=8),
-    "slots 4096": plan_triton.Tuning(slots=4096),
-    "slots 8192": plan_triton.Tuning(slots=8192),
-    "8 victim warps": plan_triton.Tuning(victim_warps=8),
-}
-
-
-class _PlanCase:
-    """Operands of a plan and what the reference makes of them, made when they are asked for."""
-
-    def __init__(self, name: str, plan: Plan) -> None:
-        self.name, self.plan = name, plan
-
-    @functools.cached_property
-    def work(self) -> Any:  # noqa: ANN401
-        """The operands and the traffic."""
-        return self.plan.build("reference")
-
-    @functools.cached_property
-    def expected(self) -> Any:  # noqa: ANN401
-        """What the reference plans, step by step, and the tables in the end."""
-        return self.results(plan_reference.plan)
-
-    def results(self, plan: Callable[..., Any]) -> Any:  # noqa: ANN401
-        """Tables after a chain of `plan`, and its results."""
-        tables, _ = operands = self.work.operands
-        return chain(_plan_step(plan), PLAN_CALLS)(jax.tree.map(jnp.copy, tables), operands)
-
-    def trial(self, variant: str, tuning: plan_triton.Tuning) -> Trial:
-        """Check and time of one variant."""
-        plan = functools.partial(plan_triton.plan, tuning=tuning, interpret=INTERPRET)
-
-        def timed() -> float:
-            state = jax.tree.map(jnp.copy, self.work.operands[0])
-            step = _plan_step(plan)
-            return measure(step, state, self.work.operands, calls=PLAN_CALLS)[0].median
-
-        check = lambda: _equal(self.results(plan), self.expected)
-        return Trial(("plan", self.name, variant), self.work.traffic, check, timed)
-
-
-def _plan_step(plan: Callable[..., Any]) -> Any:  # noqa: ANN401
-    def step(tables: PlanTables, operands: Operands, call: int) -> tuple[PlanTables, PlanResult]:
-        first, steps = operands
-        result, tables = plan(steps[call], tables if call else first, page_slots=PAGE_SLOTS)
-        return tables, result
-
-    return step
-
-
 # Running
 
 
-def _equal(found: Any, exact: Any) -> None:  # noqa: ANN401
-    """Compare every entry, on the device.
-
-    Raises:
-        WrongResultError: with the first leaf that differs.
-    """
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(exact), strict=True)
-    for (path, leaf), wanted in pairs:
-        if not bool(jnp.array_equal(leaf, wanted)):
-            where = jnp.argwhere(leaf != wanted, size=1)[0].tolist()
-            count = int(jnp.sum(leaf != wanted))
-            name = jax.tree_util.keystr(path)
-            raise WrongResultError(f"{name} differs in {count} entries, first at {where}")
-
-
-def _trials(cases: list[_PlanCase], sizes: tuple[TopKSize, ...], few: TopKSize) -> Iterator[Trial]:
+def _top_k_trials(sizes: tuple[TopKSize, ...], few: TopKSize) -> Iterator[Trial]:
     """The defaults, the hard inputs, then the sweep; lazily, since each allocates its operands."""
     default = lambda size: top_k_triton.tuning(size.k)
     for size in (*sizes, few):
         yield _top_k_trial(size, "default", default(size))
-    for case in cases:
-        yield case.trial("default", plan_triton.Tuning())
     for draw in DISTRIBUTIONS[1:]:
         yield _top_k_trial(sizes[0], "default", default(sizes[0]), draw)
     for size in sizes:
         for variant, tuning in _variants_of_top_k(size.k).items():
             yield _top_k_trial(size, variant, tuning)
-    for variant, plan_tuning in PLAN_VARIANTS.items():
-        for case in cases[:2]:
-            yield case.trial(variant, plan_tuning)
 
 
 def _row(trial: Trial, floors: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -224,6 +115,12 @@ def _row(trial: Trial, floors: Any) -> dict[str, Any]:  # noqa: ANN401
     return row
 
 
+def _line(row: dict[str, Any]) -> str:
+    """A row while others are still to come."""
+    found = row["reason"] if row["time_us"] is None else f"{row['time_us']:.1f} us"
+    return f"{row['op']}, {row['case']}, {row['variant']}: {found}"
+
+
 def _table(rows: list[dict[str, Any]]) -> Table:
     out = Table(title="time of one call, median")
     for name in ("operation", "case", "variant"):
@@ -239,28 +136,22 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return out
 
 
-def _kernel_times(case: _PlanCase) -> dict[str, float]:
-    """Microseconds per step of every kernel of the default plan, from a profiler's trace."""
-    plan = functools.partial(plan_triton.plan, interpret=INTERPRET)
-    case.results(plan)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(case.results(plan))
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
-        times: dict[str, float] = defaultdict(float)
-        for plane in data.planes:
-            if "GPU" not in plane.name:
-                continue
-            for line in plane.lines:
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        times[event.name] += event.duration_ns / 1e3 / PLAN_CALLS
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
+def _profile(cases: list[PlanCase]) -> dict[str, dict[str, float]]:
+    """Microseconds of the kernels of each case; or why there are none."""
+    try:
+        found = {case.name: kernel_times(case) for case in cases}
+    except Exception as error:
+        found = {f"{type(error).__name__}: {error}": dict[str, float]()}
+    for case, times in found.items():
+        CONSOLE.print(f"kernels of {case}", highlight=False)
+        for name, us in list(times.items())[:20]:
+            CONSOLE.print(f"{us:8.1f} us  {name[:100]}", highlight=False)
+    return found
 
 
 def main(
     seconds: Annotated[float, typer.Option(help="Start no trial after so long.")] = 85,
+    op: Annotated[Operation | None, typer.Option(help="Only this operation.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Sizes for interpret mode.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Kernels of the plan.")] = False,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
@@ -271,27 +162,21 @@ def main(
     floors = measure_floors(5, copy_bytes=copy_bytes, side=side)
     CONSOLE.print(f"floors: {floors}", highlight=False)
     plans = {name: plan.small() if small else plan for name, plan in PLANS.items()}
-    cases = [
-        _PlanCase(name, Plan(**{**vars(plan), "calls": PLAN_CALLS})) for name, plan in plans.items()
-    ]
-    sizes = (SMALL_TOP_K,) if small else TOP_K_SIZES
+    cases = [PlanCase(name, plan) for name, plan in plans.items()]
+    sizes, few = ((SMALL_TOP_K,), SMALL_TOP_K) if small else (TOP_K_SIZES, FEW_ROWS)
+    trials = {"plan": plan_trials(cases), "top_k": _top_k_trials(sizes, few)}
     rows = []
-    for trial in _trials(cases, sizes, SMALL_TOP_K if small else FEW_ROWS):
+    for trial in itertools.chain(*([trials[op]] if op else trials.values())):
         if time.perf_counter() - begin > seconds:
             CONSOLE.print(f"{seconds} s are over before {trial.name}", highlight=False)
             break
         rows.append(_row(trial, floors))
         spent = time.perf_counter() - begin
-        CONSOLE.print(f"{spent:5.1f} s {rows[-1]}", highlight=False)
+        CONSOLE.print(f"{spent:5.1f} s  {_line(rows[-1])}", highlight=False, soft_wrap=True)
     CONSOLE.print(_table(rows))
     result = {"bench": "tune_select", **environment(), "floors": floors._asdict(), "rows": rows}
     if profile:
-        try:
-            result["kernels_us"] = _kernel_times(cases[0])
-        except Exception as error:
-            result["kernels_us"] = {f"{type(error).__name__}: {error}": 0.0}
-        for name, us in list(result["kernels_us"].items())[:20]:
-            CONSOLE.print(f"{us:8.1f} us  {name[:100]}", highlight=False)
+        result["kernels_us"] = _profile(cases[:2])
     write(result, json)
 
 

@@ -10,20 +10,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from bench.ops import index_scores, sparse_attention
+from bench.ops import backup, index_scores, retrieve
 from bench.ops.index_scores import IndexScores
-from bench.ops.sparse_attention import SparseAttention
-from pallas_kernels.common.rows import unpack
+from pallas_kernels.backup import cases as backup_cases
+from pallas_kernels.backup import reference as backup_reference
+from pallas_kernels.backup import triton as backup_triton
+from pallas_kernels.common.rows import WORD_BYTES
+from pallas_kernels.common.triton_rows import Tuning, default_tuning
 from pallas_kernels.index_scores import cases as index_cases
 from pallas_kernels.index_scores import mosaic as index_mosaic
 from pallas_kernels.index_scores import reference as index_reference
 from pallas_kernels.index_scores import triton as index_triton
 from pallas_kernels.index_scores.types import Keys, ScaledKeys, quantise
-from pallas_kernels.sparse_attention import cases as sparse_cases
-from pallas_kernels.sparse_attention import reference as sparse_reference
-from pallas_kernels.sparse_attention import triton as sparse_triton
+from pallas_kernels.retrieve import cases as retrieve_cases
+from pallas_kernels.retrieve import reference as retrieve_reference
+from pallas_kernels.retrieve import triton as retrieve_triton
 
 Tree = Any
 """A pytree of arrays."""
@@ -37,6 +40,7 @@ class Variant:
 
     Attributes:
         case: production size.
+        name: of the case.
         label: what distinguishes the variant.
         call: the operation with its tuning, on the arrays of a call.
         exact: the reference on the same arrays, in float32.
@@ -44,182 +48,149 @@ class Variant:
         small: arrays of a small problem, with masked entries and poison.
         small_options: what the operation is told beside them.
         options: the same at production size.
-        prepare: turns operands, or the arrays of a call, into what the variant wants.
+        prepare: turns operands, or the arrays of a call, into what the variant wants, if it wants
+            others.
     """
 
-    case: SparseAttention | IndexScores
+    case: Any
+    name: str
     label: str
     call: Operation
     exact: Operation
     step: Callable[[Operation], Callable[..., Tree]]
-    small: tuple[Array, ...]
+    small: tuple[Tree, ...]
     small_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    prepare: Callable[[Tree], Tree] = lambda operands: operands
+    prepare: Callable[[Tree], Tree] | None = None
+
+    def prepared(self, given: Tree) -> Tree:
+        """The operands, or the arrays of a call, as the variant wants them."""
+        return given if self.prepare is None else self.prepare(given)
 
 
-def attention(*, small: bool) -> Iterator[Variant]:
-    """Of sparse attention: at 128 requests the pipeline, at 16 the parts of a selection."""
-    tuning = sparse_triton.Tuning
-    one, eight, few = SparseAttention(), SparseAttention(queries=8), SparseAttention(requests=16)
-    for case, variant in [
-        (one, tuning()),
-        (one, tuning(warps=4)),
-        (one, tuning(block=32, stages=4)),
-        (one, tuning(splits=2)),
-        (eight, tuning()),
-        (few, tuning(splits=8)),
-        (few, tuning(splits=4)),
-    ]:
-        yield _attention(case, variant, small=small)
-    # Rows that are bf16 already: tells whether it is the typing of words that fails or costs.
-    yield dataclasses.replace(
-        _attention(one, tuning(), small=small), label="rows of bf16", prepare=_numbers
-    )
-
-
-def _numbers(given: tuple[Tree, Array, Tree]) -> tuple[Tree, Array, Tree]:
-    """Operands of sparse attention with rows of numbers instead of words."""
-    query, slots, location = given
-    return query, jax.jit(partial(unpack, dtype=jnp.bfloat16))(slots), location
-
-
-def _attention(case: SparseAttention, tuning: sparse_triton.Tuning, *, small: bool) -> Variant:
-    case = case.small() if small else case
-    inputs = sparse_cases.glm(
-        requests=3,
-        queries=2,
-        heads=case.heads,
-        top_k=512,
-        slots=2048,
-        selected=(512, 300, 0),
-        layer=1,
-    )
-    return Variant(
-        case=case,
-        label=_label(tuning),
-        call=partial(sparse_triton.sparse_attention, tuning=tuning, interpret=small),
-        exact=_exact_attention,
-        step=sparse_attention.step,
-        small=tuple(jnp.asarray(array) for array in inputs[:3]),
-        small_options=_options(inputs),
-        options=case.options,
-    )
-
-
-def _options(inputs: sparse_cases.Inputs) -> dict[str, Any]:
-    return {name: getattr(inputs, name) for name in inputs._fields[3:7]}
-
-
-def _exact_attention(
-    query: Float[Array, "R T H width"],
-    *rest: Array,
-    **options: Any,  # noqa: ANN401  # the options of the operation
-) -> tuple[Array, Array]:
-    return sparse_reference.sparse_attention(query.astype(jnp.float32), *rest, **options)
-
-
-def scores(*, small: bool) -> Iterator[Variant]:
+def scores(keys: str, *, small: bool) -> Iterator[Variant]:
     """Of index scores: with one query the reads, with eight the products."""
-    tuning = index_mosaic.Tuning
-    eight = partial(tuning, buffers=1, turns=True)
-    for queries, keys, tried in [
-        (1, "bf16", [tuning()]),
-        (
-            8,
-            "bf16",
-            [
-                eight(stages=6, held=True),
-                eight(stages=6, held=True, ahead=1),
-                eight(stages=6, ahead=1),
-                eight(stages=6, held=True, turns=False),
-            ],
-        ),
-        (
-            1,
-            "fp8",
-            [
-                tuning(rows=128, product=128, stages=8),
-                tuning(rows=256, product=128, stages=6),
-                tuning(rows=256, product=64, stages=6),
-                tuning(rows=128, product=64, stages=12, consumers=3, registers=(152, 40)),
-                tuning(rows=256, product=64, stages=6, consumers=3, registers=(152, 40)),
-            ],
-        ),
-        (
-            8,
-            "fp8",
-            [
-                eight(stages=12, held=True, staged=True),
-                eight(stages=12, held=True, staged=True, ahead=1),
-                eight(stages=12, ahead=1),
-                eight(stages=12, held=True, staged=True, turns=False),
-            ],
-        ),
+    usual = partial(index_mosaic.default_tuning, heads=32, scaled=keys == "fp8")
+    one, eight = usual(1), usual(8)
+    for queries, tuning in [
+        (1, one),
+        (1, dataclasses.replace(one, stages=6)),
+        (1, dataclasses.replace(one, rows=2 * one.rows, stages=one.stages // 2)),
+        (8, eight),
+        (8, dataclasses.replace(eight, ahead=1 - eight.ahead)),
+        (8, dataclasses.replace(eight, turns=False)),
     ]:
-        for variant in tried:
-            yield _scores(IndexScores(queries=queries, keys=keys), variant, small=small)
+        case = IndexScores(queries=queries, keys=keys)
+        yield _scores(case, tuning, usual(queries), small=small)
 
 
-def _scores(case: IndexScores, tuning: index_mosaic.Tuning, *, small: bool) -> Variant:
-    """The Mosaic kernel; where there is no GPU, the reference, since it runs nowhere else."""
+def _scores(
+    case: IndexScores, tuning: index_mosaic.Tuning, usual: index_mosaic.Tuning, *, small: bool
+) -> Variant:
+    """The Mosaic kernel; on a CPU the reference, since the kernel is interpreted slowly."""
     case = case.small() if small else case
-    inputs = index_cases.glm(
-        requests=3, queries=case.queries, positions=5000, visible=(4990, 1700, 0)
-    )
-    queries, weights, keys, visible = (jnp.asarray(array) for array in inputs)
-    call = partial(index_mosaic.index_scores, tuning=tuning)
+    kernel = partial(index_mosaic.index_scores, tuning=tuning)
     return Variant(
         case=case,
-        label=f"{case.keys} {_label(tuning)}",
-        call=index_reference.index_scores if small else call,
+        name=f"R {case.requests} T {case.queries} {case.keys}",
+        label=_label(tuning, usual),
+        call=index_reference.index_scores if small else kernel,
         exact=_exact_scores,
         step=index_scores.step,
-        small=(queries, weights, quantise(keys) if case.keys == "fp8" else keys, visible),
+        small=_small_scores(case.queries, "bfloat16", scaled=case.keys == "fp8"),
     )
+
+
+def _small_scores(queries: int, dtype: str, *, scaled: bool = False) -> tuple[Tree, ...]:
+    inputs = index_cases.glm(
+        requests=3, queries=queries, positions=5000, visible=(4990, 1700, 0), dtype=dtype
+    )
+    query, weights, keys, visible = (jnp.asarray(array) for array in inputs)
+    return query, weights, quantise(keys) if scaled else keys, visible
 
 
 def _exact_scores(queries: Array, weights: Array, keys: Keys, visible: Array) -> Array:
-    queries = queries.astype(jnp.float32)
     if not isinstance(keys, ScaledKeys):
         keys = keys.astype(jnp.float32)
-    return index_reference.index_scores(queries, weights, keys, visible)
+    return index_reference.index_scores(queries.astype(jnp.float32), weights, keys, visible)
 
 
-def float32(*, small: bool) -> Iterator[Variant]:
+def float32(*, small: bool) -> dict[str, Variant]:
     """The default kernels on float32 operands; only checked, their production size is not built."""
-    yield _float32_scores(small=small)
-    sizes = {"heads": 16, "width": 160, "value_width": 128}
-    inputs = sparse_cases.random(queries=2, top_k=300, slots=600, selected=(300, 31), **sizes)
-    tuning = sparse_triton.default_tuning(4, 300, 4)
-    yield dataclasses.replace(
-        _attention(SparseAttention(), tuning, small=small),
-        small=tuple(jnp.asarray(array) for array in inputs[:3]),
-        small_options=_options(inputs),
-    )
-
-
-def _float32_scores(*, small: bool) -> Variant:
-    inputs = index_cases.glm(
-        requests=3, queries=2, positions=5000, visible=(4990, 1700, 0), dtype="float32"
-    )
-    return dataclasses.replace(
-        _scores(IndexScores(queries=2), index_mosaic.Tuning(), small=small),
+    usual = index_mosaic.Tuning()
+    scores = dataclasses.replace(
+        _scores(IndexScores(queries=2), usual, usual, small=small),
         call=partial(index_triton.index_scores, interpret=small),
-        small=tuple(jnp.asarray(array) for array in inputs),
+        small=_small_scores(2, "float32"),
+    )
+    return {"index_scores": scores}
+
+
+def copies(operation: str, words: int, *, small: bool) -> Iterator[Variant]:
+    """Of `retrieve` and `backup`: records and programs in flight; small calls, where they wait."""
+    usual = default_tuning(words)
+    change = partial(dataclasses.replace, usual)
+    many = [
+        usual,
+        change(records=2 * usual.records),
+        change(records=max(1, usual.records // 2)),
+        Tuning(records=1, warps=1, programs=132 * 32),
+        change(records=2 * usual.records, warps=2 * usual.warps),
+    ]
+    if operation == "retrieve":  # a backup has a program for each run of records
+        many[4:] = change(programs=132 * 2), change(programs=132 * 64)
+    for tuning in many:
+        yield _copy(operation, f"{words * WORD_BYTES}B_16MB", tuning, usual, small=small)
+    for tuning in usual, change(records=1):
+        yield _copy(operation, f"{words * WORD_BYTES}B_512", tuning, usual, small=small)
+
+
+def _copy(operation: str, name: str, tuning: Tuning, usual: Tuning, *, small: bool) -> Variant:
+    kernels, module, exact = {
+        "retrieve": (retrieve_triton.retrieve, retrieve, retrieve_reference.retrieve),
+        "backup": (backup_triton.backup, backup, backup_reference.backup),
+    }[operation]
+    case = module.CASES[name]
+    case = case.small() if small else case
+    return Variant(
+        case=case,
+        name=name,
+        label=_label(tuning, usual),
+        call=partial(kernels, tuning=tuning, interpret=small),
+        exact=exact,
+        step=module.step_of(case.sizes),
+        small=_small_copies(operation, case.sizes.words),
     )
 
 
-def _label(tuning: sparse_triton.Tuning | index_mosaic.Tuning) -> str:
-    """Where a tuning differs from the defaults of its class."""
-    usual = dataclasses.asdict(type(tuning)())
+def _small_copies(operation: str, words: int) -> tuple[Tree, ...]:
+    """With skipped entries, counts, moves and ids out of range."""
+    if operation == "retrieve":
+        inputs = retrieve_cases.random(width=words, slots=60, counts=(12, 0, 7), moves=9)
+        positions = inputs.fetches.positions.at[0, :2].set(jnp.asarray((20, -2), jnp.int32))
+        inputs = inputs._replace(fetches=inputs.fetches._replace(positions=positions))
+        return jax.tree.map(jnp.asarray, tuple(inputs))
+    hosts, slots, rows, sources, slots_of = backup_cases.random(widths=(words,), entries=33)
+    sources[0, :2] = 64, -2
+    each = tuple(slots[array] for array in slots_of)
+    return jax.tree.map(jnp.asarray, (hosts, each, rows, sources))
+
+
+def _label(tuning: Any, usual: Any) -> str:  # noqa: ANN401  # any operation's
+    """Where a tuning differs from the usual one."""
+    before = dataclasses.asdict(usual)
     changed = {
-        name: value for name, value in dataclasses.asdict(tuning).items() if value != usual[name]
+        name: value for name, value in dataclasses.asdict(tuning).items() if value != before[name]
     }
     return ", ".join(f"{name} {value}" for name, value in changed.items()) or "default"
 
 
 VARIANTS: dict[str, Callable[..., Iterator[Variant]]] = {
-    "sparse_attention": attention,
-    "index_scores": scores,
+    "index_scores": partial(scores, "bf16"),
+    "index_scores_fp8": partial(scores, "fp8"),
+    "retrieve": partial(copies, "retrieve", 672),
+    "retrieve_4608B": partial(copies, "retrieve", 1152),
+    "retrieve_656B": partial(copies, "retrieve", 164),
+    "backup": partial(copies, "backup", 672),
 }
+"""Copies of 2,688 B records where the name does not say another size."""

@@ -100,7 +100,7 @@ def attend_prompt(
             records,
             opened.selection,
             offset=offset,
-            row_dtype=jnp.dtype(row_format.dtype),
+            row_format=jnp.dtype(row_format.dtype),
             value_width=row_format.value_width,
             scale=cfg.geometry.scale,
         )

@@ -25,10 +25,12 @@ class CopySizes:
 
     Attributes:
         words: int32 words of a record.
-        records: records per call.
+        records: records per call, and in each pool that it writes to.
+        requests: lists that they are spread over.
+        entries: room in each list; 0 is as much as it needs.
         pools: host pools.
-        used: how many of them the calls go round; 0 is all. The others only keep the memory, so
-            that spans can be compared without pinning it again.
+        used: how many of them the calls use; 0 is all. The others only keep the memory, so that
+            spans can be compared without pinning it again.
         pool_bytes: size of each.
         reach: bytes at the start of a pool that the records come from; 0 is all of it.
         calls: calls of a chain.
@@ -36,6 +38,8 @@ class CopySizes:
 
     words: int
     records: int
+    requests: int = 1
+    entries: int = 0
     pools: int = 6
     used: int = 0
     pool_bytes: int = POOL_BYTES
@@ -49,22 +53,37 @@ class CopySizes:
 
     @property
     def pool_records(self) -> int:
-        """Records of a pool."""
-        return self.pool_bytes // self.record_bytes
+        """Records of a pool, as many for each request."""
+        return self.pool_bytes // self.record_bytes // self.requests * self.requests
 
     @property
     def slots(self) -> int:
-        """Device slots: four times what a call copies."""
+        """Device slots: four times what a call copies from a pool."""
         return 4 * self.records
+
+    @property
+    def capacity(self) -> int:
+        """Records of a request in a pool."""
+        return self.pool_records // self.requests
 
     @property
     def span(self) -> int:
         """Bytes that the records of a chain are spread over."""
-        return (self.reach or self.pool_bytes) * min(self.used or self.pools, self.calls)
+        return (self.reach or self.pool_bytes) * min(self.written, self.calls)
+
+    @property
+    def written(self) -> int:
+        """How many pools a call writes, where it writes all of those in use."""
+        return self.used or self.pools
+
+    @property
+    def reached(self) -> int:
+        """Bytes that the records of such a call are spread over."""
+        return (self.reach or self.pool_bytes) * self.written
 
     def pool_of(self, call: int) -> int:
-        """Which pool a call copies from or to."""
-        return call % (self.used or self.pools)
+        """Which pool a call reads, where it reads one."""
+        return call % self.written
 
     def scaled(self) -> "CopySizes":
         """The same case with pools of some MB."""
@@ -72,6 +91,8 @@ class CopySizes:
         return dataclasses.replace(
             self,
             records=min(self.records, 64),
+            requests=min(self.requests, 2),
+            entries=min(self.entries, 64),
             pools=min(self.pools, 2),
             used=min(self.used, 2),
             pool_bytes=max(least, 1 << 20),
@@ -86,42 +107,62 @@ class CopySizes:
 
 
 class Copies(NamedTuple):
-    """Lists of records, a list per call. `live` is how many entries a call copies on average."""
+    """Lists of records by request, a list per call.
 
-    rows: tuple[Int[Array, " n"], ...]
-    slots: tuple[Int[Array, " n"], ...]
+    Attributes:
+        rows: record of the request, NO_SLOT after those that count.
+        slots: slot of each.
+        counts: how many count.
+        live: how many entries a call copies on average.
+    """
+
+    rows: tuple[Int[Array, "R n"], ...]
+    slots: tuple[Int[Array, "R n"], ...]
+    counts: tuple[Int[Array, " R"], ...]
     live: float
 
 
 def random_copies(sizes: CopySizes) -> Copies:
-    """Distinct random records of a pool, in distinct random slots."""
+    """Distinct random records of a pool, in distinct random slots; as many for each request."""
     rng = np.random.default_rng(0)
-    within = (sizes.reach or sizes.pool_bytes) // sizes.record_bytes
-    draw = lambda size: tuple(
-        jnp.asarray(rng.choice(size, sizes.records, replace=False), jnp.int32)
+    within = (sizes.reach or sizes.pool_bytes) // sizes.record_bytes // sizes.requests
+    each = sizes.records // sizes.requests
+    calls = [
+        [rng.choice(within, each, replace=False) for _ in range(sizes.requests)]
         for _ in range(sizes.calls)
-    )
-    return Copies(draw(within), draw(sizes.slots), sizes.records)
+    ]
+    return _listed(sizes, rng, calls)
 
 
-def missed_copies(sizes: CopySizes, *, requests: int, k: int, budget: int) -> Copies:
-    """What requests that follow calibrated traces fetch, as the library passes it on.
+def missed_copies(sizes: CopySizes, *, k: int, budget: int) -> Copies:
+    """What requests that follow calibrated traces fetch, as the plan lists it.
 
-    A call has an entry for every selected position, NO_SLOT where it is resident: K entries per
-    request, most of which copy nothing.
+    There is room for every selected position, K entries per request, most of which do not count.
     """
     rng = np.random.default_rng(0)
-    capacity = sizes.pool_records // requests
-    history = capacity - sizes.calls
-    rows = np.full((sizes.calls, requests, k), NO_SLOT)
-    for request in range(requests):
+    history = sizes.pool_records // sizes.requests - sizes.calls
+    calls: list[list[np.ndarray]] = [[] for _ in range(sizes.calls)]
+    for request in range(sizes.requests):
         sample = trace(k=k, history=history, steps=sizes.calls, seed=request)
         steps = [np.sort(selected) for selected in sample.selection]
         missed = simulate(steps, lru, sample.stack[:budget], history)
-        for row, selected, fetched in zip(rows, steps, missed, strict=True):
-            row[request] = np.where(np.isin(selected, fetched), request * capacity + selected, -1)
-    rows = rows.reshape(sizes.calls, -1)
-    slots = np.stack([rng.permutation(sizes.slots)[: rows.shape[1]] for _ in rows])
-    slots = np.where(rows >= 0, slots, NO_SLOT)
+        for call, selected, fetched in zip(calls, steps, missed, strict=True):
+            call.append(selected[np.isin(selected, fetched)])
+    return _listed(dataclasses.replace(sizes, entries=k), rng, calls)
+
+
+def _listed(sizes: CopySizes, rng: np.random.Generator, calls: list[list[np.ndarray]]) -> Copies:
+    """The records of each call and request, at the front of its list; slots are distinct."""
+    entries = sizes.entries or sizes.records // sizes.requests
+    rows = np.full((sizes.calls, sizes.requests, entries), NO_SLOT)
+    slots = np.full_like(rows, NO_SLOT)
+    counts = np.array([[len(records) for records in call] for call in calls])
+    for number, call in enumerate(calls):
+        free = np.split(
+            rng.permutation(sizes.slots)[: counts[number].sum()], counts[number].cumsum()
+        )
+        for request, records in enumerate(call):
+            rows[number, request, : len(records)] = records
+            slots[number, request, : len(records)] = free[request]
     lists = lambda arrays: tuple(jnp.asarray(array, jnp.int32) for array in arrays)
-    return Copies(lists(rows), lists(slots), float((rows >= 0).sum() / sizes.calls))
+    return Copies(lists(rows), lists(slots), lists(counts), float(counts.sum() / sizes.calls))

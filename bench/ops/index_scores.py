@@ -59,7 +59,7 @@ class IndexScores:
         """See `work.Case`."""
         heads = (self.requests, self.queries, self.heads)
         seen = jnp.full((self.requests, self.queries), self.positions, jnp.int32)
-        operands = []
+        operands: list[Operands] = []
         for key in jax.random.split(jax.random.key(0), self.calls):
             draw = jax.random.split(key, 3)
             queries = jax.random.normal(draw[0], (*heads, self.width), jnp.bfloat16)

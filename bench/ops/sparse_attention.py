@@ -14,8 +14,10 @@ from bench.roofline import Traffic
 from bench.timing import Step
 from bench.work import Memory, Work, bind
 from pallas_kernels.common.backends import Backend
-from pallas_kernels.common.rows import pack
+from pallas_kernels.common.rows import WORD_BYTES, pack
+from pallas_kernels.common.scaled_rows import GLM_FP8, V4_ENTRY, ScaledRow, encode
 from pallas_kernels.sparse_attention import api
+from pallas_kernels.sparse_attention.cases import Inputs
 
 Operands = tuple[list[Array], Array, list[Array]]
 """Queries of every call, slots, locations of every call."""
@@ -25,13 +27,13 @@ Attended = tuple[Array, Array]
 
 AttentionWork = Work[tuple[()], Operands, Attended]
 
-SharedInputs = tuple[np.ndarray, np.ndarray, np.ndarray, int, str, int, float, np.ndarray]
-"""Fields of `pallas_kernels.sparse_attention.cases.Inputs`."""
+ROW_BYTES = 128
+"""Records are whole multiples of this, as in a hierarchy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseAttention:
-    """Absorbed MLA of GLM-5.x; every selected row is in a slot.
+    """Absorbed MLA of GLM-5.x, or attention over entries of DeepSeek-V4; every row is in a slot.
 
     Attributes:
         requests: R.
@@ -39,8 +41,7 @@ class SparseAttention:
         heads: H.
         k: K.
         overlap: share of a query's rows that the query before it selects too.
-        rows: format of the rows: "bf16" (576 numbers), "fp8" (656 B with inline scales), or "v4"
-            (584 B entries).
+        scaled: format of the rows, if they are not 576 numbers of bfloat16.
         calls: calls of a chain, each with queries and selections of its own.
     """
 
@@ -49,19 +50,28 @@ class SparseAttention:
     heads: int = 64
     k: int = 2048
     overlap: float = 0.3
-    rows: str = "bf16"
+    scaled: ScaledRow | None = None
     calls: int = 2
 
-    width = 576
     value_width = 512
     scale = 256**-0.5
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.scaled.width if self.scaled else 576
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.scaled.bytes if self.scaled else 2 * self.width
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of the operation that are no arrays."""
         return {
             "offset": 0,
-            "row_dtype": jnp.bfloat16,
+            "row_format": self.scaled or jnp.bfloat16,
             "value_width": self.value_width,
             "scale": self.scale,
         }
@@ -86,17 +96,15 @@ class SparseAttention:
 
     def memory(self) -> Memory:
         """See `work.Case`. Plain jnp keeps the gathered rows and the logits."""
-        slots = self.requests * self.slots * self.width * 2
+        slots = self.requests * self.slots * self.width * 2  # before they are scaled
         gathered = self.requests * self.queries * self.k * (2 * self.width * 2 + 3 * self.heads * 4)
         return Memory(0, 4 * slots + gathered)
 
     def build(self, backend: Backend) -> AttentionWork:
         """See `work.Case`."""
-        if self.rows != "bf16":
-            raise NotImplementedError(f"sparse_attention takes no {self.rows} rows")
         rng = np.random.default_rng(0)
         count = self.requests * self.slots
-        slots = _random_rows(jax.random.key(0), count, self.width)
+        slots = _random_rows(jax.random.key(0), count, self.width, self.scaled)
         shape = (self.requests, self.queries, self.heads, self.width)
         keys = jax.random.split(jax.random.key(1), self.calls)
         queries = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
@@ -125,7 +133,7 @@ class SparseAttention:
     def _traffic(self) -> Traffic:
         """Every distinct row once, queries, values and locations once."""
         pairs = self.requests * self.queries * self.heads
-        rows = self.requests * self.distinct * self.width * 2
+        rows = self.requests * self.distinct * self.row_bytes
         each = pairs * (self.width + self.value_width) * 2
         return Traffic(
             hbm_bytes=rows + each + 4 * self.requests * self.queries * self.k,
@@ -133,10 +141,12 @@ class SparseAttention:
         )
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _random_rows(key: Array, count: int, width: int) -> Int[Array, "S W"]:
-    """Normal bfloat16 rows as records."""
-    return pack(jax.random.normal(key, (count, width), jnp.bfloat16))
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _random_rows(key: Array, count: int, width: int, scaled: ScaledRow | None) -> Int[Array, "S W"]:
+    """Normal rows as records."""
+    values = jax.random.normal(key, (count, width), jnp.bfloat16)
+    words = encode(values, scaled) if scaled else pack(values)
+    return jnp.pad(words, ((0, 0), (0, -words.shape[1] % (ROW_BYTES // WORD_BYTES))))
 
 
 def step(attend: Callable[..., Attended]) -> Step[tuple[()], Operands, Attended]:
@@ -149,27 +159,42 @@ def step(attend: Callable[..., Attended]) -> Step[tuple[()], Operands, Attended]
     return one
 
 
+V4 = SparseAttention(scaled=V4_ENTRY, k=512 + 128)
+"""512 selected entries and a window of 128 tokens."""
+
+
+def _with_queries(name: str, case: SparseAttention) -> dict[str, SparseAttention]:
+    """One query; eight, with little overlap and with that of the calibrated traces."""
+    eight = dataclasses.replace(case, queries=8)
+    return {
+        f"128_requests_T1{name}": case,
+        f"128_requests_T8{name}": eight,
+        f"128_requests_T8_overlap_70{name}": dataclasses.replace(eight, overlap=0.7),
+    }
+
+
 CASES: dict[str, SparseAttention] = {
-    "128_requests_T1": SparseAttention(),
-    "128_requests_T8": SparseAttention(queries=8),
-    "128_requests_T1_fp8": SparseAttention(rows="fp8"),
-    "128_requests_T8_fp8": SparseAttention(queries=8, rows="fp8"),
-    "128_requests_T1_v4": SparseAttention(rows="v4"),
-    "128_requests_T8_v4": SparseAttention(queries=8, rows="v4"),
+    **_with_queries("", SparseAttention()),
+    "16_requests_T1": SparseAttention(requests=16),
+    **_with_queries("_fp8", SparseAttention(scaled=GLM_FP8)),
+    **_with_queries("_v4", V4),
 }
 
 
-def shared(inputs: SharedInputs, backend: Backend) -> AttentionWork:
+def shared(inputs: Inputs, backend: Backend) -> AttentionWork:
     """A benchmark of the inputs of a shared case."""
-    query, slots, location, offset, row_dtype, value_width, scale, _ = inputs
+    query, slots, location, sinks, offset, row_format, value_width, scale, _ = inputs
     attend = partial(
         bind(api.sparse_attention, backend),
+        sinks=None if sinks is None else jnp.asarray(sinks),
         offset=offset,
-        row_dtype=jnp.dtype(row_dtype),
+        row_format=row_format,
         value_width=value_width,
         scale=scale,
     )
     width = query.shape[-1]
+    scaled = row_format if isinstance(row_format, ScaledRow) else None
+    row_bytes = scaled.bytes if scaled else width * query.dtype.itemsize
     rows = len(np.unique(location[location >= 0]))
     pairs, selected = query.size // width, location.shape[-1]
     return Work(
@@ -178,7 +203,7 @@ def shared(inputs: SharedInputs, backend: Backend) -> AttentionWork:
         operands=([jnp.asarray(query)], jnp.asarray(slots), [jnp.asarray(location)]),
         calls=1,
         traffic=Traffic(
-            hbm_bytes=(rows + 2 * pairs) * width * query.dtype.itemsize,
+            hbm_bytes=rows * row_bytes + pairs * (width + value_width) * query.dtype.itemsize,
             flops=2 * pairs * selected * (width + value_width),
         ),
     )

@@ -24,9 +24,13 @@ def backup(state: HierarchyState, cfg: HierarchyConfig, start: Int[Array, " R"])
     request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
     request = jnp.broadcast_to(request, position.shape)
     rows = masked(request * cfg.capacity + position, fresh).reshape(-1)
-    for pool in range(cfg.pools):
-        number, _ = cfg.hot_pool_of(pool)
-        source = layout.tail_slot(cfg, pool, request, position).reshape(-1)
-        host = backup_op(state.pools[pool].host, state.hot[number].slots, rows, source)
+    pools = range(cfg.pools)
+    hosts = backup_op(
+        [state.pools[pool].host for pool in pools],
+        [state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in pools],
+        rows,
+        jnp.stack([layout.tail_slot(cfg, pool, request, position).reshape(-1) for pool in pools]),
+    )
+    for pool, host in enumerate(hosts):
         state = with_pool(state, pool, host=host)
     return state

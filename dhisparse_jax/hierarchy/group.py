@@ -90,7 +90,7 @@ def attend(
             state.hot[number].slots,
             group.plan.location,
             offset=layer * row_format.words,
-            row_dtype=jnp.dtype(row_format.dtype),
+            row_format=jnp.dtype(row_format.dtype),
             value_width=row_format.value_width,
             scale=cfg.geometry.scale,
         )

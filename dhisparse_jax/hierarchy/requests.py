@@ -66,7 +66,7 @@ def admit_prompt(
     position = jnp.arange(cfg.capacity, dtype=jnp.int32)
     length = state.length[request]
     rows = masked(request * cfg.capacity + position, position < length)
-    host = backup_op(state.pools[pool].host, records, rows, position)
+    (host,) = backup_op([state.pools[pool].host], [records], rows, position[None])
     index_keys = state.pools[pool].index_keys
     index_keys = index_keys.at[request].set(keys.astype(index_keys.dtype))
     state = with_pool(state, pool, host=host, index_keys=index_keys)

@@ -20,3 +20,12 @@ def dropping(ids: Int[Array, "*n"], size: int) -> Int[Array, "*n"]:
     A negative index would wrap around: with size 4, index -1 writes row 3; index 4 writes nothing.
     """
     return jnp.where(ids < 0, size, ids)
+
+
+POISON = -1
+"""The word of a record that does not exist: all bits set, a NaN in float32, bfloat16 and float8."""
+
+
+def in_range(ids: Int[Array, "*n"], size: int) -> Bool[Array, "*n"]:
+    """Whether each id names one of `size` things."""
+    return (ids >= 0) & (ids < size)

@@ -6,6 +6,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.common.ids import POISON, in_range
+
 WORD_BYTES = 4
 
 
@@ -45,3 +47,10 @@ def gather_words(
     take = lambda row: lax.dynamic_slice(table, (row, jnp.int32(offset)), (1, width))[0]
     flat = jax.vmap(take)(rows.reshape(-1))
     return flat.reshape(*rows.shape, width)
+
+
+def records_at(table: Int[Array, "n words"], rows: Int[Array, " m"]) -> Int[Array, "m words"]:
+    """`table[rows]`; a row that the table does not have is POISON."""
+    found = in_range(rows, table.shape[0])
+    records = table.at[jnp.where(found, rows, 0)].get(mode="clip")
+    return jnp.where(found[:, None], records, POISON)

@@ -1,63 +1,102 @@
-"""A Pallas-Triton copy of records by index, between any two memories that the GPU can address.
+"""Moving whole records by index in a Pallas-Triton kernel: what `retrieve` and `backup` share.
 
-One program copies `RECORDS` records; a record is read and written as one masked block of words. The
-link is limited by reads per second, so a record is one contiguous run and many programs are in
-flight. What would have to change when Pallas-Triton goes: the same loop as Mosaic GPU TMA copies.
+A program holds some records in registers: all of their loads are in flight before the first store.
+A record is one contiguous run, cut into pieces whose widths are powers of two, as Triton wants them
+(672 words are 512 + 128 + 32), so that no lane idles and a lane moves 16 bytes at a time. Offsets
+are 64 bit where an array needs it: `ref.at` computes them so from 2**32 bytes on.
+
+What would have to change when Pallas-Triton goes: the same loops with TMA copies of Mosaic GPU.
 """
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-RECORDS = 4
-WARPS = 4
+from pallas_kernels.common.ids import NO_SLOT, POISON, in_range
+
+WARP = 32
+LANE_WORDS = 32
+"""Words that a lane holds at most, so that the registers do not limit the programs in flight."""
+
+Record = list[jax.Array]
+"""The pieces of some records: `[records, width of the piece]` each."""
 
 
-def copy_records(
-    source: Int[Array, "N W"],
-    target: Int[Array, "M W"],
-    rows: Int[Array, " n"],
-    places: Int[Array, " n"],
-) -> Int[Array, "M W"]:
-    """`target` with record `rows[i]` of `source` at `places[i]`, in place; -1 in either skips.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How the work is cut.
 
-    Either array may be of memory kind `pinned_host`. Offsets are 64 bit.
+    Attributes:
+        records: records that a program moves at a time, a power of two: their loads are all in
+            flight together, `records * words / (32 * warps)` words per lane.
+        warps: warps of a program.
+        programs: programs that walk the lists of a retrieval together, as many as an H200 holds; a
+            backup has one for each run of records.
     """
-    count = rows.shape[0]
-    pad = -count % RECORDS
-    rows, places = (jnp.pad(ids, (0, pad), constant_values=-1) for ids in (rows, places))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    ids = pl.BlockSpec((RECORDS,), lambda i: (i,))
-    call = pl.pallas_call(
-        functools.partial(_copy_kernel, words=source.shape[1]),
-        grid=((count + pad) // RECORDS,),
-        in_specs=[ids, ids, whole, whole],
-        out_specs=whole,
-        out_shape=jax.typeof(target),
-        input_output_aliases={3: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
-        name="copy_records",
-    )
-    return call(rows, places, source, target)
+
+    records: int
+    warps: int
+    programs: int
 
 
-def _copy_kernel(
-    rows_ref: jax.Ref,
-    places_ref: jax.Ref,
-    source_ref: jax.Ref,
-    _: jax.Ref,
-    target_ref: jax.Ref,
-    *,
-    words: int,
+def default_tuning(words: int) -> Tuning:
+    """The tuning for records of so many words.
+
+    Lanes that find nothing to do in a narrow piece read what another lane reads, so records that
+    end in a narrow piece (656 bytes do) get programs of one warp.
+    """
+    warps = 4 if words % WARP == 0 else 1
+    fit = max(1, WARP * warps * LANE_WORDS // words)
+    return Tuning(records=1 << fit.bit_length() - 1, warps=warps, programs=132 * 32 // warps)
+
+
+def pieces(words: int) -> list[tuple[int, int]]:
+    """Start and width of the pieces of a record, widest first.
+
+    In:  164
+    Out: [(0, 128), (128, 32), (160, 4)]
+    """
+    widths = [1 << bit for bit in reversed(range(words.bit_length())) if words >> bit & 1]
+    return [(sum(widths[:number]), width) for number, width in enumerate(widths)]
+
+
+def load_records(ref: jax.Ref, rows: Int[Array, " records"]) -> Record:
+    """Records `rows` of `ref`; those that `ref` does not have are POISON and not read."""
+    found = in_range(rows, ref.shape[0])[:, None]
+    safe = jnp.where(found, rows[:, None], 0)
+    return [
+        plgpu.load(ref.at[safe, columns], mask=_wide(found, columns), other=POISON)
+        for columns in _columns(ref.shape[1])
+    ]
+
+
+def store_records(
+    ref: jax.Ref, places: Int[Array, " records"], records: Record, live: Bool[Array, " records"]
 ) -> None:
-    rows, places = rows_ref[...], places_ref[...]
-    column = jnp.arange(pl.next_power_of_2(words), dtype=jnp.int32)[None]
-    live = ((rows >= 0) & (places >= 0))[:, None] & (column < words)
-    safe_rows = jnp.where(rows < 0, 0, rows)[:, None]
-    safe_places = jnp.where(places < 0, 0, places)[:, None]
-    records = plgpu.load(source_ref.at[safe_rows, column], mask=live, other=0)
-    plgpu.store(target_ref.at[safe_places, column], records, mask=live)
+    """Write records to `places` of `ref` where live and where there is such a place.
+
+    What is not written goes past the end: interpret mode has no masks, but drops such an index.
+    """
+    live = (live & in_range(places, ref.shape[0]))[:, None]
+    safe = jnp.where(live, places[:, None], ref.shape[0])
+    for columns, words in zip(_columns(ref.shape[1]), records, strict=True):
+        plgpu.store(ref.at[safe, columns], words, mask=_wide(live, columns))
+
+
+def load_ids(
+    ref: jax.Ref, place: tuple[jax.Array, ...], live: Bool[Array, " records"]
+) -> Int[Array, " records"]:
+    """`ref[place]` where live, else NO_SLOT."""
+    safe = (jnp.where(live, index, 0) for index in place)
+    return plgpu.load(ref.at[*safe], mask=live, other=NO_SLOT)
+
+
+def _columns(words: int) -> list[Int[Array, "1 width"]]:
+    return [start + jnp.arange(width, dtype=jnp.int32)[None] for start, width in pieces(words)]
+
+
+def _wide(mask: Bool[Array, "records 1"], columns: Int[Array, "1 width"]) -> Bool[Array, "..."]:
+    return jnp.broadcast_to(mask, (mask.shape[0], columns.shape[1]))

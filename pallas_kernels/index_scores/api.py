@@ -1,5 +1,6 @@
 """Index scores: how relevant every position of the history is to every query."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
@@ -25,7 +26,8 @@ def index_scores(
         weights: float32 weight of each indexer head.
         keys: index keys of the whole history: numbers of the queries' dtype, or fp8 numbers with
             scales (`types.ScaledKeys`), which stand for exactly `scale * number`. Beyond `visible`
-            they may hold anything, NaN included: it does not reach a score.
+            they may hold anything, NaN included: it does not reach a score. The Mosaic kernel
+            copies histories first that are not a multiple of 8 long.
         visible: int32, how many positions each query sees: position s is seen iff s < visible.
         backend: the implementation; by default the one for the device JAX runs on, if it takes
             operands like these. On a GPU: `mosaic` for bfloat16 and fp8 keys, `triton` for float32.
@@ -36,14 +38,13 @@ def index_scores(
     Raises:
         NotImplementedError: if the named backend does not take operands like these.
     """
-    refusals = {
-        "mosaic": mosaic.supports(queries, keys),
-        "triton": triton.supports(queries, keys),
-    }
-    match resolve("index_scores", backend, refusals=refusals):
+    kernel = triton if queries.dtype == jnp.float32 else mosaic
+    name: Backend = "triton" if kernel is triton else "mosaic"
+    refusal = kernel.supports(queries, keys)
+    match resolve("index_scores", backend, refusal=refusal, kernel=name):
         case "mosaic":
             return mosaic.index_scores(queries, weights, keys, visible)
         case "triton":
             return triton.index_scores(queries, weights, keys, visible)
-        case "reference":
+        case _:
             return reference.index_scores(queries, weights, keys, visible)

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-SCALED_DTYPE = jnp.dtype(jnp.float8_e4m3fn)
-LARGEST = float(jnp.finfo(SCALED_DTYPE).max)
+from pallas_kernels.common.scaled_rows import rescaled, scales_of
 
 
 class ScaledKeys(NamedTuple):
@@ -46,11 +45,8 @@ Keys = Float[Array, "R C width"] | ScaledKeys
 def quantise(keys: Float[Array, "R C width"]) -> ScaledKeys:
     """The e4m3 keys nearest to `keys`, each scaled so that its largest number is the largest e4m3.
 
-    The error of a number is at most 2^-4 of it, or 2^-10 of the scale where it is small. A key of
-    zeros has scale 1.
+    The error of a number is at most 2^-4 of it, or 2^-10 of the scale where it is small.
     """
     exact = keys.astype(jnp.float32)
-    most = jnp.max(jnp.abs(exact), axis=-1)
-    scales = jnp.where(most > 0, most / LARGEST, 1.0)
-    numbers = jnp.clip(exact / scales[..., None], -LARGEST, LARGEST)
-    return ScaledKeys(numbers=numbers.astype(SCALED_DTYPE), scales=scales)
+    scales = scales_of(exact)
+    return ScaledKeys(numbers=rescaled(exact, scales), scales=scales)

@@ -19,7 +19,9 @@ def plan(
        in which the queries name them; a miss without one takes a staging slot, so no selected
        position is ever dropped. Retiring positions, which cost no fetch, take what is left.
 
-    The result is a function of its inputs alone, and the same from every backend.
+    The result is a function of its inputs alone, and the same from every backend. A position may be
+    selected any number of times, by one query or by several. What is outside the tables is taken as
+    NO_SLOT: nothing is planned for it, and its location is NO_SLOT.
 
     Args:
         wanted: the selections and the places that a request may use. Staging and tail slots lie
@@ -35,8 +37,8 @@ def plan(
         The plan, and the tables after it. Every slot of the plan is distinct within its request.
     """
     refusal = triton.supports(*tables.slot_of.shape)
-    match resolve("plan", backend, refusals={"triton": refusal}):
+    match resolve("plan", backend, refusal=refusal):
         case "triton":
             return triton.plan(wanted, tables, page_slots=page_slots)
-        case "reference":
+        case _:
             return reference.plan(wanted, tables, page_slots=page_slots)

@@ -149,9 +149,11 @@ def _pick(
     """Up to K of the `seen` visible positions.
 
     any: distinct in a query. repeats: not even that. apart: no query shares one with another.
-    newest: the last ones. hot: those on the device. cold: those that are not.
+    newest: the last ones. hot: those on the device. cold: those that are not. outside: some of them
+    among numbers that are no positions.
     """
     every = rng.permutation(seen)
+    outside = np.array([-(2**31), -2, len(hot), len(hot) + 1, 2**31 - 1])
     choices = {
         "any": every,
         "repeats": rng.integers(0, seen, top_k),
@@ -159,6 +161,7 @@ def _pick(
         "newest": np.arange(seen)[::-1],
         "hot": every[hot[every]],
         "cold": every[~hot[every]],
+        "outside": rng.permutation(np.concatenate([every[: top_k // 2], outside])),
     }
     return choices[pick][:top_k]
 
@@ -183,6 +186,9 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "full": partial(random, filled=1.0),
     "no_pages": partial(random, pages=(0, 2, 0)),
     "one_slot_pages": partial(random, pages=(7, 5, 3), page_slots=1),
+    "outside": partial(random, queries=3, pick="outside"),
+    "lengths_0_and_1": partial(random, lengths=(0, 1, 40), queries=2),
+    "less_history_than_k": partial(random, lengths=(3, 2, 7), queries=2, top_k=12),
     "inactive": partial(random, lengths=(0, 23, 0)),
     "nobody": partial(random, lengths=(0, 0, 0)),
     "all_in_tail": partial(random, lengths=(3, 5, 1), tail=8),

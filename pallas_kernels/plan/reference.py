@@ -25,6 +25,7 @@ def plan(
     wanted: PlanInput, tables: PlanTables, *, page_slots: int
 ) -> tuple[PlanResult, PlanTables]:
     """See `api.plan`."""
+    wanted = _within(wanted, tables.slot_of.shape[1])
     union = _union(wanted.selection, wanted.tail_slot)
     hot = _look_up(tables.slot_of, union.position)
     hit = hot >= 0
@@ -53,6 +54,12 @@ def plan(
         counts=_counts(union.position >= 0, hit, tail, miss, overflow),
     )
     return result, tables
+
+
+def _within(wanted: PlanInput, capacity: int) -> PlanInput:
+    """Positions outside the table are none."""
+    within = lambda position: masked(position, (position >= 0) & (position < capacity))
+    return wanted._replace(selection=within(wanted.selection), retiring=within(wanted.retiring))
 
 
 def _union(selection: Int[Array, "R T K"], tail_slot: Int[Array, "R T K"]) -> _Union:

@@ -6,49 +6,72 @@ code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written a
 
 1. look up  each place of the selection: hot slot (marked as used), tail slot, or neither
    claim    XLA's scatter-minimum, for what is not hot
-2. survey   first places per block, by their codes; the age of each slot that the request holds
-3. victims  the rank of the least age among the victims, by bisection; their slots in order
-4. fill     every miss gets a slot; the tables forget the victims; codes of tail positions go
-5. locate   what missed: its new slot. And the retiring positions get theirs
-6. forget   the codes of staged positions go (where the step can have some)
+2. number   the first places, in order: of misses, and of what is in the tail
+   survey   the age of every slot that the request holds
+   choose   the least age of a victim, by bisection; the victims by page list
+   forget   the codes of what is in the tail
+   fill     every victim goes to its miss, what is left to retiring positions, and the tables forget
+            what it held; misses without a victim get staging slots
+   locate   every place of a miss: its new slot
+   forget   the codes of what is staged
 
-One program is a block of one request, but for `victims`, where a request is a program. Traffic:
-selection, tail slots and locations once or twice each, one sector per look-up, ages of the held
-slots about ten times from L1. Each kernel waits for the one before it: launches are a large part
-of the time for few requests. What would have to change when Pallas-Triton goes: nothing here needs
-more than loads, stores, sums and scans.
+Three launches. Looking up and claiming know no order and spread over the device. The rest is one
+program per request, since requests share nothing but the arrays that hold them (slots of their own
+pages, their own row of the map): its stages wait for each other at barriers instead of launches.
+
+Traffic: selections are read three times, locations written once or twice and read twice, one
+sector per look-up and again for what is not hot, two words per held slot, and its age once per bit
+of the range of ages. Latency of the program of a request, in steps that wait for each other: a
+round trip to L2 is 0.5 to 1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per
+8,192 lanes, live or not, since Triton moves its operands between threads first. A block of places
+takes two round trips, a scan and a scatter to number, two round trips to locate; a block of
+slots a read of L1 and a sum for each halving of the ages, a scan and one scatter to choose; a block
+of misses two round trips and four short scatters to fill. For T 8, K 2048 and 4 K slots (two blocks
+of places, two of slots, one of misses, ten bits) that makes about 25 us, however many requests
+there are. Stages without work (no miss, no victim, nothing staged) are loops of no rounds.
+
+Why a thread reads what another one wrote: writing and reading of the same array in one launch
+happens within one program of the last, with `barrier` between. That is bar.sync, which orders all
+accesses of its threads for each other; they share one L1, and no load is of the non-coherent kind.
+There is a barrier between reading and writing the same entries, too: where a block is smaller than
+the program, several threads read each entry, and all must find the same. Look-up only reads the
+map, and the atomics of the claims are a launch of their own.
+
+What would have to change when Pallas-Triton goes: nothing here needs more than loads, stores, sums
+and scans. An atomic minimum in the look-up would save the launch of the claims, but Pallas-Triton
+lowers that for numbers, not for blocks of integers.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.ids import NO_SLOT, masked
 from pallas_kernels.plan.triton_blocks import (
-    EMPTY,
-    NOT_HELD,
-    Block,
-    First,
-    Found,
-    Launch,
+    Asked,
+    Begun,
+    Kept,
+    Lookup,
+    Made,
     Sizes,
+    Touched,
     Tuning,
-    block_of,
+    barrier,
     gather,
-    gather_slots,
-    launch_kernel,
+    gather_positions,
+    launch,
     only,
     place_code,
+    put,
+    rank_code,
     scatter,
     scatter_slots,
-    staged_code,
     store_block,
 )
-from pallas_kernels.plan.triton_victims import held_blocks, held_slots, victims_of
+from pallas_kernels.plan.triton_victims import choose, survey
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
 
 
@@ -85,363 +108,309 @@ def plan(
         max_pages=wanted.pages.shape[1],
         paged=tables.position.shape[0],
         tuning=tuning or Tuning(),
+        interpret=interpret,
     )
-    selection = wanted.selection.reshape(requests, -1)
-    step = wanted.step.reshape(1)
-    launch = functools.partial(launch_kernel, sizes, interpret)
-    location, claim, tables = _look_up(launch, sizes, selection, wanted.tail_slot, step, tables)
-    tables = tables._replace(slot_of=_claim(tables.slot_of, claim, sizes.places))
-    first, ages = _survey(launch, sizes, selection, location, wanted.pages, step, tables)
-    victims, retire_rank, found = victims_of(launch, sizes, first, ages, wanted, tables.slot_of)
-    staging = wanted.staging if sizes.staging else jnp.full((requests, 1), NO_SLOT, jnp.int32)
-    fetch, tables = _fill(
-        launch, sizes, selection, location, first, victims, found, staging, step, tables
-    )
-    location, retire, tables = _locate(
-        launch, sizes, selection, location, victims, retire_rank, wanted, staging, tables
-    )
-    if sizes.staging:
-        tables = _forget_staged(launch, sizes, fetch[0], found, tables)
+    kept = _look_up(wanted, tables, sizes)
+    kept, made = _settle(wanted, kept, sizes)
     result = PlanResult(
-        location=location.reshape(wanted.selection.shape),
-        fetch_position=fetch[0],
-        fetch_slot=fetch[1],
-        retire_position=retire[0],
-        retire_slot=retire[1],
-        counts=PlanCounts(
-            selected=found.hit + found.tail + found.fetched,
-            hit=found.hit,
-            tail=found.tail,
-            fetched=found.fetched,
-            staged=jnp.maximum(found.fetched - found.victims, 0),
-        ),
+        location=kept.location.reshape(wanted.selection.shape),
+        fetch_position=kept.fetch_position,
+        fetch_slot=kept.fetch_slot,
+        retire_position=made.retire_position,
+        retire_slot=made.retire_slot,
+        counts=PlanCounts(made.selected, made.hit, made.tail, made.fetched, made.staged),
     )
-    return result, tables
+    return result, PlanTables(kept.slot_of, kept.position, kept.mark)
 
 
-def _put(
-    tables: tuple[jax.Ref, jax.Ref, jax.Ref],
-    row: jax.Array,
-    content: tuple[jax.Array, jax.Array, jax.Array],
-    step: jax.Array,
-) -> None:
-    """Put positions into slots where live: forget what the slots held, record what they hold."""
-    slot_of_ref, position_ref, mark_ref = tables
-    position, slot, live = content
-    old = gather_slots(position_ref, slot, live)
-    scatter(slot_of_ref, row, old, NO_SLOT, old >= 0)
-    scatter(slot_of_ref, row, position, slot, live)
-    scatter_slots(position_ref, slot, position, live)
-    scatter_slots(mark_ref, slot, step, live)
+# 1. Look up
 
 
-# 1. Look up, and claim
-
-
-def _look_up(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    tail_slot: Int[Array, "R T K"],
-    step: Int[Array, " 1"],
-    tables: PlanTables,
-) -> tuple[Int[Array, "R U"], Int[Array, "R U"], PlanTables]:
-    """Hot or tail slot of each place, what it claims, and the tables with the hits marked."""
-    shape = selection.shape
-    location, claim, mark = launch(
+def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> Kept:
+    """Hot or tail slot of every place; the tables with hits marked and positions claimed."""
+    shape = sizes.requests, sizes.places
+    touched, begun = launch(
         _look_up_kernel,
-        (selection, tail_slot.reshape(shape), tables.slot_of, step, tables.mark),
-        (shape, shape, tables.mark.shape),
-        blocks=sizes.blocks,
-        in_place={4: 2},
+        sizes,
+        Lookup(
+            selection=wanted.selection.reshape(shape),
+            tail_slot=wanted.tail_slot.reshape(shape),
+            slot_of=tables.slot_of,
+            step=wanted.step.reshape(1),
+        ),
+        Touched(tables.mark),
+        Begun(shape, shape, shape, shape),
+        blocks=pl.cdiv(sizes.places, sizes.look_block),
+        warps=sizes.tuning.look_warps,
     )
-    return location, claim, tables._replace(mark=mark)
+    return Kept(
+        location=begun.location,
+        fetch_position=begun.fetch_position,
+        fetch_slot=begun.fetch_slot,
+        slot_of=_claim(tables.slot_of, begun.claim),
+        position=tables.position,
+        mark=touched.mark,
+    )
 
 
 def _look_up_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    tail_ref: jax.Ref,  # [R, U]
-    slot_of_ref: jax.Ref,  # [R, C]
-    step_ref: jax.Ref,  # [1]
-    _: jax.Ref,  # [slots]
-    location_ref: jax.Ref,  # [R, U]
-    claim_ref: jax.Ref,  # [R, U]
-    mark_ref: jax.Ref,  # [slots]
-    *,
-    sizes: Sizes,
+    asked: Lookup, _: Touched, touched: Touched, begun: Begun, *, sizes: Sizes
 ) -> None:
-    here = block_of(sizes)
-    row, place, inside = here.row, here.place, here.inside
-    position = gather(selection_ref, row, place, inside)
-    tail = gather(tail_ref, row, place, position >= 0)
-    slot = gather(slot_of_ref, row, position, position >= 0)
+    row, block = pl.program_id(0), pl.program_id(1)
+    place = block * sizes.look_block + jnp.arange(sizes.look_block, dtype=jnp.int32)
+    inside = place < sizes.places
+    position = gather_positions(asked.selection, row, place, sizes)
+    tail = masked(gather(asked.tail_slot, row, place, inside), position >= 0)
+    slot = gather(asked.slot_of, row, position, position >= 0)
     hot = slot >= 0
-    scatter_slots(mark_ref, slot, only(step_ref), hot)
-    store_block(location_ref, row, place, jnp.where(hot, slot, tail), inside)
-    nothing = sizes.requests * sizes.capacity
-    claim = jnp.where((position >= 0) & ~hot, row * sizes.capacity + position, nothing)
-    store_block(claim_ref, row, place, claim, inside)
+    scatter_slots(touched.mark, slot, only(asked.step), hot)
+    store_block(begun.location, row, place, jnp.where(hot, slot, tail), inside)
+    entry, nothing = row * sizes.capacity + position, sizes.requests * sizes.capacity
+    claim = jnp.where((position >= 0) & ~hot, entry, nothing)
+    store_block(begun.claim, row, place, claim, inside)
+    store_block(begun.fetch_position, row, place, NO_SLOT, inside)
+    store_block(begun.fetch_slot, row, place, NO_SLOT, inside)
 
 
-def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"], places: int) -> Int[Array, "R C"]:
+def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "R C"]:
     """Of the places that claim an entry of the flat map, the first leaves its code there."""
+    places = claim.shape[1]
     codes = place_code(jnp.arange(places, dtype=jnp.int32), places)
     codes = jnp.broadcast_to(codes, claim.shape).reshape(-1)
     flat = slot_of.reshape(-1).at[claim.reshape(-1)].min(codes, mode="drop")
     return flat.reshape(slot_of.shape)
 
 
-def _first_places(
-    block: Block, refs: tuple[jax.Ref, jax.Ref, jax.Ref], sizes: Sizes
-) -> tuple[jax.Array, Bool[Array, " block"], Bool[Array, " block"]]:
-    """Positions of a block; the first places of missing positions, and of those in the tail.
+# 2. Settle
+
+
+Pair = tuple[jax.Array, jax.Array]
+"""Two numbers that a loop carries; or retiring positions and their numbers."""
+
+
+def _settle(wanted: PlanInput, kept: Kept, sizes: Sizes) -> tuple[Kept, Made]:
+    """The plan, and scratch."""
+    count, retiring = (sizes.requests,), (sizes.requests, sizes.retiring)
+    return launch(
+        _settle_kernel,
+        sizes,
+        Asked(
+            selection=wanted.selection.reshape(sizes.requests, sizes.places),
+            retiring=wanted.retiring,
+            staging=wanted.staging if sizes.staging else None,
+            pages=wanted.pages,
+            step=wanted.step.reshape(1),
+        ),
+        kept,
+        Made(
+            retire_position=retiring,
+            retire_slot=retiring,
+            selected=count,
+            hit=count,
+            tail=count,
+            fetched=count,
+            staged=count,
+            ages=(sizes.requests, sizes.slot_blocks * sizes.tuning.slots),
+            firsts=(sizes.requests, 2 * sizes.places),
+            victims=(sizes.requests, sizes.places + sizes.retiring),
+        ),
+        warps=sizes.tuning.warps,
+    )
+
+
+def _settle_kernel(
+    asked: Asked,
+    _: Kept,
+    kept: Kept,
+    made: Made,
+    *,
+    sizes: Sizes,
+) -> None:
+    row = pl.program_id(0)
+    missing, tail = _number(asked, kept, made, row, sizes)
+    retiring, count = _rank_retiring(asked, kept, row, sizes)
+    slots = survey(asked, kept, made, row, sizes)
+    victims = jnp.minimum(missing + count, slots.free)
+    barrier(sizes)  # first places, ages
+    choose(asked, made, row, slots, victims, sizes)
+    _forget(kept, made, row, sizes.places, tail, sizes)
+    barrier(sizes)  # victims, and what is in the tail and may retire has no code any more
+    _fill(asked, kept, made, row, missing, victims, sizes)
+    _retire(asked, kept, made, row, retiring, missing, victims, sizes)
+    _stage(asked, kept, made, row, missing, victims, sizes)
+    barrier(sizes)  # slots of positions
+    _locate(asked, kept, row, missing, victims, sizes)
+    barrier(sizes)  # codes of staged positions have been read
+    _forget(kept, made, row, victims, missing - victims, sizes)
+    plgpu.store(made.selected.at[row], slots.used + tail + missing)
+    plgpu.store(made.hit.at[row], slots.used)
+    plgpu.store(made.tail.at[row], tail)
+    plgpu.store(made.fetched.at[row], missing)
+    plgpu.store(made.staged.at[row], jnp.maximum(missing - victims, 0))
+
+
+def _block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
+    """A block of places."""
+    return number * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+
+
+def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) -> Pair:
+    """List the positions of misses by their first places, and those in the tail; count both.
 
     A place that did not claim, or came later, finds another value than its code in the map.
     """
-    selection_ref, location_ref, slot_of_ref = refs
-    row, _, place, inside = block
-    position = gather(selection_ref, row, place, inside)
-    location = gather(location_ref, row, place, inside)
-    claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
-    code = gather(slot_of_ref, row, position, claimed)
-    first = claimed & (code == place_code(place, sizes.places))
-    return position, first & (location < 0), first & (location >= 0)
+
+    def number(block: jax.Array, before: Pair) -> Pair:
+        place = _block(block, sizes)
+        position = gather_positions(asked.selection, row, place, sizes)
+        location = gather(kept.location, row, place, place < sizes.places)
+        claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
+        code = gather(kept.slot_of, row, position, claimed)
+        first = claimed & (code == place_code(place, sizes.places))
+        missing = first & (location < 0)
+        # One scan counts both: positions in the tail in the high half of a word.
+        one = jnp.where(missing, 1, jnp.where(first, 1 << 16, 0)).astype(jnp.int32)
+        ahead, total = jnp.cumsum(one, dtype=jnp.int32) - one, jnp.sum(one)
+        in_tail = sizes.places + before[1] + (ahead >> 16)
+        rank = jnp.where(missing, before[0] + (ahead & 0xFFFF), in_tail)
+        scatter(made.firsts, row, rank, position, first)
+        return before[0] + (total & 0xFFFF), before[1] + (total >> 16)
+
+    zero = jnp.int32(0)
+    return lax.fori_loop(0, sizes.blocks, number, (zero, zero))
 
 
-# 2. Survey
+def _rank_retiring(
+    asked: Asked, kept: Kept, row: jax.Array, sizes: Sizes
+) -> tuple[Pair, jax.Array]:
+    """Retiring positions, numbers of those without a hot slot (else NO_SLOT), and their count."""
+    place = jnp.arange(pl.next_power_of_2(sizes.retiring), dtype=jnp.int32)
+    position = gather_positions(asked.retiring, row, place, sizes)
+    cold = (position >= 0) & (gather(kept.slot_of, row, position, position >= 0) < 0)
+    one = cold.astype(jnp.int32)
+    rank = jnp.cumsum(one, dtype=jnp.int32) - 1
+    return (position, masked(rank, cold)), jnp.sum(one)
 
 
-def _survey(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    location: Int[Array, "R U"],
-    pages: Int[Array, "R Pmax"],
-    step: Int[Array, " 1"],
-    tables: PlanTables,
-) -> tuple[First, Int[Array, "R slots"]]:
-    """First places per block, and the age of every slot by page list."""
-    counts = (sizes.requests, sizes.blocks)
-    missing, tail, ages = launch(
-        _survey_kernel,
-        (selection, location, pages, step, *tables),
-        (counts, counts, (sizes.requests, sizes.slot_blocks * sizes.tuning.slots)),
-        blocks=max(sizes.blocks, sizes.slot_blocks),
-    )
-    return First(missing, tail), ages
+def _moves(number: jax.Array, sizes: Sizes) -> Int[Array, " moves"]:
+    """A block of numbers of misses."""
+    return number * sizes.tuning.moves + jnp.arange(sizes.tuning.moves, dtype=jnp.int32)
 
 
-def _survey_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    location_ref: jax.Ref,  # [R, U]
-    pages_ref: jax.Ref,  # [R, Pmax]
-    step_ref: jax.Ref,  # [1]
-    slot_of_ref: jax.Ref,  # [R, C]
-    position_ref: jax.Ref,  # [slots]
-    mark_ref: jax.Ref,  # [slots]
-    missing_ref: jax.Ref,  # [R, blocks]
-    tail_ref: jax.Ref,  # [R, blocks]
-    ages_ref: jax.Ref,  # [R, slot_blocks * slots]
-    *,
-    sizes: Sizes,
-) -> None:
-    block = block_of(sizes)
-    row = block.row
-
-    @pl.when(block.number < sizes.blocks)
-    def _count_first_places() -> None:
-        refs = selection_ref, location_ref, slot_of_ref
-        _, missing, tail = _first_places(block, refs, sizes)
-        plgpu.store(missing_ref.at[row, block.number], jnp.sum(missing.astype(jnp.int32)))
-        plgpu.store(tail_ref.at[row, block.number], jnp.sum(tail.astype(jnp.int32)))
-
-    @pl.when(block.number < held_blocks(pages_ref, row, sizes))
-    def _age_slots() -> None:
-        number, slot, held = held_slots(pages_ref, row, block.number, sizes)
-        empty = gather_slots(position_ref, slot, held) < 0
-        unused = only(step_ref) - gather_slots(mark_ref, slot, held)
-        age = jnp.where(empty, EMPTY, jnp.clip(unused, 0, EMPTY - 1))
-        store_block(ages_ref, row, number, jnp.where(held, age, NOT_HELD), number >= 0)
+def _rounds(count: jax.Array, sizes: Sizes) -> jax.Array:
+    """How many blocks of `_moves` hold `count` numbers; none if it is negative."""
+    return (jnp.maximum(count, 0) + sizes.tuning.moves - 1) // sizes.tuning.moves
 
 
 def _fill(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    location: Int[Array, "R U"],
-    first: First,
-    victims: Int[Array, "R n"],
-    found: Found,
-    staging: Int[Array, "R G"],
-    step: Int[Array, " 1"],
-    tables: PlanTables,
-) -> tuple[tuple[Int[Array, "R U"], Int[Array, "R U"]], PlanTables]:
-    """What is fetched into which slot, and the tables with it."""
-    operands = (selection, location, first.missing, victims, found.fetched, found.victims)
-    shape = selection.shape
-    *fetch, slot_of, position, mark = launch(
-        _fill_kernel,
-        (*operands, staging, step, *tables),
-        (shape, shape, *(table.shape for table in tables)),
-        blocks=sizes.blocks,
-        in_place={8: 2, 9: 3, 10: 4},
-    )
-    return (fetch[0], fetch[1]), PlanTables(slot_of, position, mark)
-
-
-def _fill_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    location_ref: jax.Ref,  # [R, U]
-    missing_ref: jax.Ref,  # [R, blocks]
-    victims_ref: jax.Ref,  # [R, U + Q]
-    fetched_ref: jax.Ref,  # [R]
-    count_ref: jax.Ref,  # [R]
-    staging_ref: jax.Ref,  # [R, G]
-    step_ref: jax.Ref,  # [1]
-    _slot_of_ref: jax.Ref,
-    _position_ref: jax.Ref,
-    _mark_ref: jax.Ref,
-    fetch_position_ref: jax.Ref,  # [R, U]
-    fetch_slot_ref: jax.Ref,  # [R, U]
-    slot_of_ref: jax.Ref,  # [R, C]
-    position_ref: jax.Ref,  # [slots]
-    mark_ref: jax.Ref,  # [slots]
-    *,
+    asked: Asked,
+    kept: Kept,
+    made: Made,
+    row: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
     sizes: Sizes,
 ) -> None:
-    row, number, place, inside = block = block_of(sizes)
-    refs = selection_ref, location_ref, slot_of_ref
-    position, missing, tail = _first_places(block, refs, sizes)
-    other = jnp.arange(pl.next_power_of_2(sizes.blocks), dtype=jnp.int32)
-    earlier = gather(missing_ref, row, other, other < number)
-    one = missing.astype(jnp.int32)
-    rank = jnp.sum(jnp.maximum(earlier, 0)) + jnp.cumsum(one, dtype=jnp.int32) - one
-    victims = plgpu.load(count_ref.at[row])
-    hot = missing & (rank < victims)
-    overflow = rank - victims
-    staged = missing & (overflow >= 0)
-    slot = jnp.where(
-        staged,
-        gather(staging_ref, row, overflow, staged & (overflow < sizes.staging)),
-        gather(victims_ref, row, rank, hot),
-    )
-    scatter(fetch_position_ref, row, rank, position, missing)
-    scatter(fetch_slot_ref, row, rank, slot, missing)
-    beyond = inside & (place >= plgpu.load(fetched_ref.at[row]))
-    store_block(fetch_position_ref, row, place, NO_SLOT, beyond)
-    store_block(fetch_slot_ref, row, place, NO_SLOT, beyond)
-    scatter(slot_of_ref, row, position, NO_SLOT, tail)
-    code = jnp.where(overflow < sizes.staging, staged_code(overflow, sizes.places), NO_SLOT)
-    scatter(slot_of_ref, row, position, code, staged)
-    tables = slot_of_ref, position_ref, mark_ref
-    _put(tables, row, (position, slot, hot), only(step_ref))
+    """Misses take the first victims, and the tables say so."""
+    step, count = only(asked.step), jnp.minimum(missing, victims)
+
+    def fill(block: jax.Array, _: None) -> None:
+        rank = _moves(block, sizes)
+        live = rank < count
+        position = gather(made.firsts, row, rank, live)
+        slot = gather(made.victims, row, rank, live)
+        store_block(kept.fetch_position, row, rank, position, live)
+        store_block(kept.fetch_slot, row, rank, slot, live)
+        put(kept, row, (position, slot, live), step, sizes)
+
+    lax.fori_loop(0, _rounds(count, sizes), fill, None)
 
 
-# 5. Locate, and retire
+def _retire(
+    asked: Asked,
+    kept: Kept,
+    made: Made,
+    row: jax.Array,
+    retiring: Pair,
+    missing: jax.Array,
+    victims: jax.Array,
+    sizes: Sizes,
+) -> None:
+    """Retiring positions get the victims that no miss took, while they last."""
+    position, rank = retiring
+    place = jnp.arange(position.shape[0], dtype=jnp.int32)
+    live = (rank >= 0) & (missing + rank < victims)
+    slot = gather(made.victims, row, missing + rank, live)
+    inside = place < sizes.retiring
+    store_block(made.retire_position, row, place, masked(position, live), inside)
+    store_block(made.retire_slot, row, place, slot, inside)
+    put(kept, row, (position, slot, live), only(asked.step), sizes)
+
+
+def _stage(
+    asked: Asked,
+    kept: Kept,
+    made: Made,
+    row: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
+    sizes: Sizes,
+) -> None:
+    """Misses that got no victim get staging slots, and leave their numbers in the map."""
+
+    def stage(block: jax.Array, _: None) -> None:
+        number = _moves(block, sizes)
+        rank = victims + number
+        live = rank < missing
+        position = gather(made.firsts, row, rank, live)
+        store_block(kept.fetch_position, row, rank, position, live)
+        store_block(kept.fetch_slot, row, rank, _staging(asked, row, number, live, sizes), live)
+        scatter(kept.slot_of, row, position, rank_code(rank, sizes.places), live)
+
+    lax.fori_loop(0, _rounds(missing - victims, sizes), stage, None)
+
+
+def _staging(
+    asked: Asked, row: jax.Array, number: jax.Array, live: jax.Array, sizes: Sizes
+) -> jax.Array:
+    """Staging slots by number where live; NO_SLOT beyond the last."""
+    if asked.staging is None:
+        return jnp.full_like(number, NO_SLOT)
+    return gather(asked.staging, row, number, live & (number < sizes.staging))
 
 
 def _locate(
-    launch: Launch,
-    sizes: Sizes,
-    selection: Int[Array, "R U"],
-    location: Int[Array, "R U"],
-    victims: Int[Array, "R n"],
-    retire_rank: Int[Array, "R Q"],
-    wanted: PlanInput,
-    staging: Int[Array, "R G"],
-    tables: PlanTables,
-) -> tuple[Int[Array, "R U"], tuple[Int[Array, "R Q"], Int[Array, "R Q"]], PlanTables]:
-    """Where the missing records will be, and where the retiring ones go."""
-    operands = (selection, staging, victims, wanted.retiring, retire_rank, wanted.step.reshape(1))
-    retiring = wanted.retiring.shape
-    location, slot_of, position, mark, *retire = launch(
-        _locate_kernel,
-        (*operands, location, *tables),
-        (location.shape, *(table.shape for table in tables), retiring, retiring),
-        blocks=sizes.blocks,
-        in_place={6: 0, 7: 1, 8: 2, 9: 3},
-    )
-    return location, (retire[0], retire[1]), PlanTables(slot_of, position, mark)
-
-
-def _locate_kernel(
-    selection_ref: jax.Ref,  # [R, U]
-    staging_ref: jax.Ref,  # [R, G]
-    victims_ref: jax.Ref,  # [R, U + Q]
-    retiring_ref: jax.Ref,  # [R, Q]
-    retire_rank_ref: jax.Ref,  # [R, Q]
-    step_ref: jax.Ref,  # [1]
-    _location_ref: jax.Ref,
-    _slot_of_ref: jax.Ref,
-    _position_ref: jax.Ref,
-    _mark_ref: jax.Ref,
-    location_ref: jax.Ref,  # [R, U]
-    slot_of_ref: jax.Ref,  # [R, C]
-    position_ref: jax.Ref,  # [slots]
-    mark_ref: jax.Ref,  # [slots]
-    retire_position_ref: jax.Ref,  # [R, Q]
-    retire_slot_ref: jax.Ref,  # [R, Q]
-    *,
+    asked: Asked,
+    kept: Kept,
+    row: jax.Array,
+    missing: jax.Array,
+    victims: jax.Array,
     sizes: Sizes,
 ) -> None:
-    row, block, place, inside = block_of(sizes)
-    position = gather(selection_ref, row, place, inside)
-    missing = (position >= 0) & (gather(location_ref, row, place, inside) < 0)
-    slot = gather(slot_of_ref, row, position, missing)
-    number = staged_code(slot, sizes.places)  # its own inverse
-    staged = missing & (slot < NO_SLOT) & (number < sizes.staging)
-    slot = jnp.where(slot < 0, gather(staging_ref, row, number, staged), slot)
-    store_block(location_ref, row, place, slot, missing)
+    """Tell every place of a miss its new slot."""
 
-    # No place of any block reads what this writes: retiring positions are not missing, and a
-    # victim is not selected.
-    @pl.when(block == 0)
-    def _retire() -> None:
-        place = jnp.arange(pl.next_power_of_2(sizes.retiring), dtype=jnp.int32)
-        inside = place < sizes.retiring
-        rank = gather(retire_rank_ref, row, place, inside)
-        live = rank >= 0
-        position = gather(retiring_ref, row, place, live)
-        slot = gather(victims_ref, row, rank, live)
-        store_block(retire_position_ref, row, place, position, inside)
-        store_block(retire_slot_ref, row, place, slot, inside)
-        tables = slot_of_ref, position_ref, mark_ref
-        _put(tables, row, (position, slot, live), only(step_ref))
+    def locate(block: jax.Array, _: None) -> None:
+        place = _block(block, sizes)
+        position = gather_positions(asked.selection, row, place, sizes)
+        location = gather(kept.location, row, place, place < sizes.places)
+        live = (position >= 0) & (location < 0)
+        slot = gather(kept.slot_of, row, position, live)
+        barrier(sizes)
+        number = rank_code(slot, sizes.places) - victims
+        staged = _staging(asked, row, number, live & (slot < 0), sizes)
+        store_block(kept.location, row, place, jnp.where(slot < 0, staged, slot), live)
+
+    lax.fori_loop(0, sizes.blocks * (missing > 0).astype(jnp.int32), locate, None)
 
 
-# 6. Forget
-
-
-def _forget_staged(
-    launch: Launch,
-    sizes: Sizes,
-    fetch_position: Int[Array, "R U"],
-    found: Found,
-    tables: PlanTables,
-) -> PlanTables:
-    """The map without the codes of staged positions."""
-    (slot_of,) = launch(
-        _forget_kernel,
-        (fetch_position, found.fetched, found.victims, tables.slot_of),
-        (tables.slot_of.shape,),
-        blocks=sizes.blocks,
-        in_place={3: 0},
-    )
-    return tables._replace(slot_of=slot_of)
-
-
-def _forget_kernel(
-    fetch_position_ref: jax.Ref,  # [R, U]
-    fetched_ref: jax.Ref,  # [R]
-    count_ref: jax.Ref,  # [R]
-    _: jax.Ref,
-    slot_of_ref: jax.Ref,  # [R, C]
-    *,
-    sizes: Sizes,
+def _forget(
+    kept: Kept, made: Made, row: jax.Array, start: jax.Array | int, count: jax.Array, sizes: Sizes
 ) -> None:
-    here = block_of(sizes)
-    row, place, inside = here.row, here.place, here.inside
-    staged = inside & (place < plgpu.load(fetched_ref.at[row]))
-    staged = staged & (place >= plgpu.load(count_ref.at[row]))
-    position = gather(fetch_position_ref, row, place, staged)
-    scatter(slot_of_ref, row, position, NO_SLOT, staged)
+    """The map forgets the codes of a part of the first places."""
+
+    def forget(block: jax.Array, _: None) -> None:
+        number = _moves(block, sizes)
+        position = gather(made.firsts, row, start + number, number < count)
+        scatter(kept.slot_of, row, position, NO_SLOT, position >= 0)
+
+    lax.fori_loop(0, _rounds(count, sizes), forget, None)

@@ -1,44 +1,43 @@
-"""What the kernels of the plan share: sizes, launches, and masked access by block."""
+"""What both kernels of the plan share: sizes, operands, launches, and masked access by block."""
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.ids import NO_SLOT
 
-EMPTY = 2**30
-"""Age of an empty slot: older than any other."""
-
-NOT_HELD = -1
-"""Age of what is no slot of the request. A slot of the working set has age 0."""
-
-ANY = pl.BlockSpec(memory_space=pl.ANY)
+Word = Any
+"""An array outside a kernel, a reference to it inside, a shape for what a launch makes."""
 
 
 class Tuning(NamedTuple):
-    """Sizes of the programs.
+    """Sizes of the programs; blocks are powers of two of at most 2**14, which `ranks` can count.
 
     Attributes:
-        block: places of a selection that a program handles.
+        look_block: places of a selection that a program looks up.
+        look_warps: its warps.
+        block: places that the program of a request settles together.
+        slots: slots that it looks at together.
+        moves: misses to which it gives a slot together.
         warps: its warps.
-        slots: slots whose ages are looked at together.
-        victim_warps: warps of the program that chooses the victims of a request.
     """
 
-    block: int = 1024
-    warps: int = 4
-    slots: int = 2048
-    victim_warps: int = 16
+    look_block: int = 1024
+    look_warps: int = 8
+    block: int = 8192
+    slots: int = 4096
+    moves: int = 2048
+    warps: int = 32
 
 
 class Sizes(NamedTuple):
-    """Static sizes: U places of a selection, Q retiring positions, and the blocks of both."""
+    """Static sizes: U places of a selection, Q retiring positions, and how they are handled."""
 
     requests: int
     places: int
@@ -49,11 +48,22 @@ class Sizes(NamedTuple):
     max_pages: int
     paged: int
     tuning: Tuning
+    interpret: bool
+
+    @property
+    def look_block(self) -> int:
+        """Places that a program looks up."""
+        return min(self.tuning.look_block, pl.next_power_of_2(self.places))
+
+    @property
+    def block(self) -> int:
+        """Places that the program of a request settles together."""
+        return min(self.tuning.block, pl.next_power_of_2(self.places))
 
     @property
     def blocks(self) -> int:
         """Blocks of a selection."""
-        return pl.cdiv(self.places, self.tuning.block)
+        return pl.cdiv(self.places, self.block)
 
     @property
     def slot_blocks(self) -> int:
@@ -61,76 +71,123 @@ class Sizes(NamedTuple):
         return pl.cdiv(self.max_pages * self.page_slots, self.tuning.slots)
 
 
-class Found(NamedTuple):
-    """What `victims` counts per request; the last is how many victims there are."""
+class Lookup(NamedTuple):
+    """What the look-up reads."""
 
-    hit: Int[Array, " R"]
-    tail: Int[Array, " R"]
-    fetched: Int[Array, " R"]
-    victims: Int[Array, " R"]
-
-
-class First(NamedTuple):
-    """First places of missing and of tail positions, per block of the selection."""
-
-    missing: Int[Array, "R blocks"]
-    tail: Int[Array, "R blocks"]
+    selection: Word  # [R, U]
+    tail_slot: Word  # [R, U]
+    slot_of: Word  # [R, C]
+    step: Word  # [1]
 
 
-Launch = Callable[..., tuple[jax.Array, ...]]
-"""`launch_kernel` with its first two arguments."""
+class Touched(NamedTuple):
+    """What the look-up updates in place."""
+
+    mark: Word  # [slots]
 
 
-def launch_kernel(
-    sizes: Sizes,
-    interpret: bool,
+class Begun(NamedTuple):
+    """What the look-up makes: columns of the result that are still to be completed, and claims."""
+
+    location: Word  # [R, U]
+    fetch_position: Word  # [R, U]
+    fetch_slot: Word  # [R, U]
+    claim: Word  # [R, U]; entry of the flat map, or past its end
+
+
+class Asked(NamedTuple):
+    """What settling reads."""
+
+    selection: Word  # [R, U]
+    retiring: Word  # [R, Q]
+    staging: Word  # [R, G]; None if G is 0
+    pages: Word  # [R, Pmax]
+    step: Word  # [1]
+
+
+class Kept(NamedTuple):
+    """What settling updates in place: what was begun, and the tables."""
+
+    location: Word  # [R, U]
+    fetch_position: Word  # [R, U]
+    fetch_slot: Word  # [R, U]
+    slot_of: Word  # [R, C]
+    position: Word  # [slots]
+    mark: Word  # [slots]
+
+
+class Made(NamedTuple):
+    """What settling makes: columns of the result, and scratch."""
+
+    retire_position: Word  # [R, Q]
+    retire_slot: Word  # [R, Q]
+    selected: Word  # [R]
+    hit: Word  # [R]
+    tail: Word  # [R]
+    fetched: Word  # [R]
+    staged: Word  # [R]
+    ages: Word  # [R, slot_blocks * slots]
+    firsts: Word  # [R, 2 U]; positions to fetch in order, and from U on those in the tail
+    victims: Word  # [R, U + Q]
+
+
+Reads = TypeVar("Reads")
+Updates = TypeVar("Updates")
+Makes = TypeVar("Makes")
+
+
+def launch(
     kernel: Callable[..., None],
-    operands: tuple[jax.Array, ...],
-    outputs: tuple[tuple[int, ...], ...],
+    sizes: Sizes,
+    reads: Reads,
+    updates: Updates,
+    makes: Makes,
     *,
-    blocks: int = 0,
-    in_place: dict[int, int] | None = None,
-    **options: int,
-) -> tuple[jax.Array, ...]:
-    """Run `kernel` on every request and block; all arrays are int32 and addressed as a whole.
+    blocks: int = 1,
+    warps: int,
+) -> tuple[Updates, Makes]:
+    """Run `kernel` on blocks of every request.
 
-    Without `blocks` a request is one program. `in_place` leads from operands to outputs.
+    Every operand is int32 and addressed as a whole. The kernel gets what it reads, what it updates
+    twice (only the second is to be used), and what it makes, in the tuples in which they came.
+
+    Args:
+        kernel: takes `sizes`, too.
+        sizes: how many requests there are, among others.
+        reads: arrays.
+        updates: arrays that are updated in place.
+        makes: shapes.
+        blocks: programs per request.
+        warps: warps of a program.
+
+    Returns:
+        `updates` and `makes` after the launch.
     """
-    alone = blocks == 0
-    tuning = sizes.tuning
+    shape = lambda given: jax.ShapeDtypeStruct(given, jnp.int32)
+    shapes = (
+        jax.tree.map(lambda array: shape(array.shape), updates),
+        jax.tree.map(shape, makes, is_leaf=lambda given: type(given) is tuple),
+    )
+    whole = functools.partial(jax.tree.map, lambda _: pl.BlockSpec(memory_space=pl.ANY))
+    first, count = len(jax.tree.leaves(reads)), len(jax.tree.leaves(updates))
     call = pl.pallas_call(
-        functools.partial(kernel, sizes=sizes, **options),
-        grid=(sizes.requests,) if alone else (sizes.requests, blocks),
-        in_specs=[ANY] * len(operands),
-        out_specs=(ANY,) * len(outputs),
-        out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outputs),
-        input_output_aliases=in_place or {},
-        compiler_params=plgpu.CompilerParams(
-            num_warps=tuning.victim_warps if alone else tuning.warps, num_stages=1
-        ),
-        interpret=interpret,
+        functools.partial(kernel, sizes=sizes),
+        grid=(sizes.requests, blocks),
+        in_specs=whole((reads, updates)),
+        out_specs=whole(shapes),
+        out_shape=shapes,
+        input_output_aliases={first + number: number for number in range(count)},
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=sizes.interpret,
         name=f"plan_{kernel.__name__.strip('_').removesuffix('_kernel')}",
     )
-    return tuple(call(*operands))
+    return call(reads, updates)
 
 
-class Block(NamedTuple):
-    """What a program handles: places of the selection of one request.
-
-    Asked for once, at the top of a kernel: interpret mode knows no program ids inside conditions.
-    """
-
-    row: jax.Array
-    number: jax.Array
-    place: Int[Array, " block"]
-    inside: Bool[Array, " block"]
-
-
-def block_of(sizes: Sizes) -> Block:
-    """The places of the selection that this program handles."""
-    number = pl.program_id(1)
-    place = number * sizes.tuning.block + jnp.arange(sizes.tuning.block, dtype=jnp.int32)
-    return Block(pl.program_id(0), number, place, place < sizes.places)
+def barrier(sizes: Sizes) -> None:
+    """All threads of this program have read what they read before, and see what any has written."""
+    if not sizes.interpret:
+        plgpu.debug_barrier()
 
 
 def gather(ref: jax.Ref, row: jax.Array, ids: jax.Array, live: jax.Array) -> jax.Array:
@@ -141,6 +198,14 @@ def gather(ref: jax.Ref, row: jax.Array, ids: jax.Array, live: jax.Array) -> jax
 def gather_slots(ref: jax.Ref, slots: jax.Array, live: jax.Array) -> jax.Array:
     """`ref[slots]` where live, else NO_SLOT."""
     return plgpu.load(ref.at[slots], mask=live, other=NO_SLOT)
+
+
+def gather_positions(
+    ref: jax.Ref, row: jax.Array, place: jax.Array, sizes: Sizes
+) -> Int[Array, " n"]:
+    """Positions at these places of a row, as far as it goes; NO_SLOT for what is none."""
+    position = gather(ref, row, place, place < ref.shape[1])
+    return jnp.where(position < sizes.capacity, position, NO_SLOT)
 
 
 def store_block(
@@ -172,11 +237,31 @@ def only(ref: jax.Ref) -> Int[Array, " 1"]:
     return plgpu.load(ref.at[jnp.arange(1, dtype=jnp.int32)])
 
 
-def place_code(place: jax.Array | int, places: int) -> jax.Array | int:
+def put(
+    kept: Kept,
+    row: jax.Array,
+    content: tuple[jax.Array, jax.Array, jax.Array],
+    step: jax.Array,
+    sizes: Sizes,
+) -> None:
+    """Put positions into slots where live: forget what the slots held, record what they hold."""
+    position, slot, live = content
+    old = gather_slots(kept.position, slot, live)
+    barrier(sizes)
+    scatter(kept.slot_of, row, old, NO_SLOT, old >= 0)
+    scatter(kept.slot_of, row, position, slot, live)
+    scatter_slots(kept.position, slot, position, live)
+    scatter_slots(kept.mark, slot, step, live)
+
+
+def place_code(place: jax.Array, places: int) -> jax.Array:
     """What a place leaves in the map to claim its position: -U - 1 for the first to -2."""
     return place - places - 1
 
 
-def staged_code(number: jax.Array, places: int) -> jax.Array:
-    """What stands in the map for staging slot `number` until it is forgotten: below every code."""
-    return -places - 2 - number
+def rank_code(rank: jax.Array, places: int) -> jax.Array:
+    """What stands in the map for miss number `rank` until it has a slot: below every place's code.
+
+    It is its own inverse.
+    """
+    return -places - 2 - rank

@@ -1,7 +1,11 @@
-"""Stage 3 of the plan on a GPU: the slots that may be overwritten, the longest unused first."""
+"""The slots that may be overwritten, the longest unused first: a part of the program of a request.
 
-import functools
+Ages are gathered once (pages, then two words per slot), and read again from L1 for every halving of
+their range: as many rounds as the range has bits, and none while there are enough empty slots.
+"""
+
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +14,80 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.common.ids import NO_SLOT
-from pallas_kernels.common.triton_select import middle, ranks
+from pallas_kernels.common.triton_select import middle, ranks, taken
 from pallas_kernels.plan.triton_blocks import (
-    EMPTY,
-    First,
-    Found,
-    Launch,
+    Asked,
+    Kept,
+    Made,
     Sizes,
     gather,
+    gather_slots,
+    only,
     scatter,
     store_block,
 )
-from pallas_kernels.plan.types import PlanInput
+
+EMPTY = 2**30
+"""Age of an empty slot: older than any other."""
+
+NOT_HELD = -1
+"""Age of what is no slot of the request. A slot of the working set has age 0."""
 
 
-def held_slots(
+class Survey(NamedTuple):
+    """The slots of a request, by numbers. All are scalars.
+
+    Attributes:
+        blocks: how many blocks of slots there are.
+        used: slots of the working set.
+        free: the others.
+        empty: those of the free that hold nothing.
+        oldest: largest age of those that hold something.
+    """
+
+    blocks: jax.Array
+    used: jax.Array
+    free: jax.Array
+    empty: jax.Array
+    oldest: jax.Array
+
+
+def survey(
+    asked: Asked,
+    kept: Kept,
+    made: Made,
+    row: jax.Array,
+    sizes: Sizes,
+) -> Survey:
+    """Write the age of every slot, in the order of the page list, and count them."""
+    blocks = _held_blocks(asked.pages, row, sizes)
+    zeros = jnp.zeros((sizes.tuning.slots,), jnp.int32)
+
+    def look(block: jax.Array, seen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        number, slot, held = _held_slots(asked.pages, row, block, sizes)
+        empty = gather_slots(kept.position, slot, held) < 0
+        unused = only(asked.step) - gather_slots(kept.mark, slot, held)
+        age = jnp.where(empty, EMPTY, jnp.clip(unused, 0, EMPTY - 1))
+        age = jnp.where(held, age, NOT_HELD)
+        store_block(made.ages, row, number, age, number >= 0)
+        which = age == 0, age > 0, age == EMPTY
+        counts = (old + new.astype(jnp.int32) for old, new in zip(seen[:3], which, strict=True))
+        return (*counts, jnp.maximum(seen[3], jnp.where(age == EMPTY, 0, age)))
+
+    *counts, oldest = lax.fori_loop(0, blocks, look, (zeros, zeros, zeros, zeros))
+    used, free, empty = (jnp.sum(count) for count in counts)
+    return Survey(blocks, used, free, empty, jnp.max(oldest))
+
+
+def _held_blocks(pages_ref: jax.Ref, row: jax.Array, sizes: Sizes) -> Int[Array, ""]:
+    """How many blocks of slots the request has: those whose first page it holds."""
+    block = jnp.arange(pl.next_power_of_2(sizes.slot_blocks), dtype=jnp.int32)
+    first = block * sizes.tuning.slots // sizes.page_slots
+    page = gather(pages_ref, row, first, block < sizes.slot_blocks)
+    return jnp.sum((page >= 0).astype(jnp.int32))
+
+
+def _held_slots(
     pages_ref: jax.Ref, row: jax.Array, block: jax.Array, sizes: Sizes
 ) -> tuple[Int[Array, " slots"], Int[Array, " slots"], Bool[Array, " slots"]]:
     """Numbers in the page list, slots, and which are held, of a block of a request's slots."""
@@ -35,155 +97,71 @@ def held_slots(
     return number, page * sizes.page_slots + lax.rem(number, sizes.page_slots), page >= 0
 
 
-# 3. Victims
-
-
-def victims_of(
-    launch: Launch,
-    sizes: Sizes,
-    first: First,
-    ages: Int[Array, "R slots"],
-    wanted: PlanInput,
-    slot_of: Int[Array, "R C"],
-) -> tuple[Int[Array, "R n"], Int[Array, "R Q"], Found]:
-    """The victims of each request by page list, and which of them each retiring position gets."""
-    count = (sizes.requests,)
-    most = (sizes.requests, sizes.places + sizes.retiring)
-    victims, retire_rank, *found = launch(
-        _victims_kernel,
-        (*first, ages, wanted.pages, wanted.retiring, slot_of),
-        (most, wanted.retiring.shape, count, count, count, count),
-    )
-    return victims, retire_rank, Found(*found)
-
-
-def _victims_kernel(
-    missing_ref: jax.Ref,  # [R, blocks]
-    tail_ref: jax.Ref,  # [R, blocks]
-    ages_ref: jax.Ref,  # [R, slot_blocks * slots]
-    pages_ref: jax.Ref,  # [R, Pmax]
-    retiring_ref: jax.Ref,  # [R, Q]
-    slot_of_ref: jax.Ref,  # [R, C]
-    victims_ref: jax.Ref,  # [R, U + Q]
-    retire_rank_ref: jax.Ref,  # [R, Q]
-    hit_ref: jax.Ref,  # [R]
-    found_tail_ref: jax.Ref,  # [R]
-    fetched_ref: jax.Ref,  # [R]
-    count_ref: jax.Ref,  # [R]
-    *,
+def choose(
+    asked: Asked,
+    made: Made,
+    row: jax.Array,
+    found: Survey,
+    count: jax.Array,
     sizes: Sizes,
 ) -> None:
-    row = pl.program_id(0)
-    block = jnp.arange(pl.next_power_of_2(sizes.blocks), dtype=jnp.int32)
-    total = lambda ref: jnp.sum(jnp.maximum(gather(ref, row, block, block < sizes.blocks), 0))
-    missing = total(missing_ref)
-    place = jnp.arange(pl.next_power_of_2(sizes.retiring), dtype=jnp.int32)
-    retiring = gather(retiring_ref, row, place, place < sizes.retiring)
-    retire = (retiring >= 0) & (gather(slot_of_ref, row, retiring, retiring >= 0) < 0)
-    needed = missing + jnp.sum(retire.astype(jnp.int32))
-    blocks = held_blocks(pages_ref, row, sizes)
-    ages = functools.partial(ages_of, ages_ref, row, sizes)
-    hits, low, high, above, needed = least_age(ages, sizes.tuning.slots, blocks, needed)
-    limits = (low, high, needed - above)
-    write_victims(ages, (pages_ref, victims_ref), row, limits, blocks, sizes)
-    rank = missing + jnp.cumsum(retire.astype(jnp.int32), dtype=jnp.int32) - 1
-    rank = jnp.where(retire & (rank < needed), rank, NO_SLOT)
-    store_block(retire_rank_ref, row, place, rank, place < sizes.retiring)
-    plgpu.store(hit_ref.at[row], hits)
-    plgpu.store(found_tail_ref.at[row], total(tail_ref))
-    plgpu.store(fetched_ref.at[row], missing)
-    plgpu.store(count_ref.at[row], needed)
+    """Write the slots of the `count` victims in the order of the page list."""
+    offset = jnp.arange(sizes.tuning.slots, dtype=jnp.int32)
+    ages = lambda block: plgpu.load(made.ages.at[row, block * sizes.tuning.slots + offset])
+    low, high, above = _least_age(ages, sizes.tuning.slots, found, count)
+    ties = count - above
+
+    def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
+        block, *before = state
+        return (block < found.blocks) & (taken((before[0], before[1]), ties) < count)
+
+    def write(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        block, *before = state
+        age = ages(block)
+        take, rank, after = ranks(age >= high, age >= low, ties, (before[0], before[1]))
+        _, slot, _ = _held_slots(asked.pages, row, block, sizes)
+        scatter(made.victims, row, rank, slot, take)
+        return block + 1, *after
+
+    zero = jnp.int32(0)
+    lax.while_loop(unfinished, write, (zero, zero, zero))
 
 
-def held_blocks(pages_ref: jax.Ref, row: jax.Array, sizes: Sizes) -> Int[Array, ""]:
-    """How many blocks of slots the request has: those whose first page it holds."""
-    block = jnp.arange(pl.next_power_of_2(sizes.slot_blocks), dtype=jnp.int32)
-    page = gather(
-        pages_ref, row, block * sizes.tuning.slots // sizes.page_slots, block < sizes.slot_blocks
-    )
-    return jnp.sum((page >= 0).astype(jnp.int32))
-
-
-def ages_of(
-    ages_ref: jax.Ref, row: jax.Array, sizes: Sizes, block: jax.Array
-) -> Int[Array, " slots"]:
-    """Ages of a block of the slots that the request can hold."""
-    number = block * sizes.tuning.slots + jnp.arange(sizes.tuning.slots, dtype=jnp.int32)
-    return plgpu.load(ages_ref.at[row, number])
-
-
-def least_age(
-    ages: Callable[[jax.Array], jax.Array], slots: int, blocks: jax.Array, needed: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Bisect for the age of the youngest victim.
+def _least_age(
+    ages: Callable[[jax.Array], jax.Array], slots: int, found: Survey, count: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bisect for the age of the youngest of `count` victims.
 
     Returns:
-        Slots of the working set; (low, high, above): victims are the `above` slots of age >= high,
-        and as many as are then missing of those of age >= low; how many victims there are.
+        (low, high, above): victims are the `above` slots of age >= high, and as many as are then
+        missing of those of age >= low.
     """
     zeros = jnp.zeros((slots,), jnp.int32)
-
-    def look(block: jax.Array, seen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        age = ages(block)
-        which = age == 0, age > 0, age == EMPTY
-        counts = (a + b.astype(jnp.int32) for a, b in zip(seen[:3], which, strict=True))
-        return (*counts, jnp.maximum(seen[3], jnp.where(age == EMPTY, 0, age)))
-
-    *counts, oldest = lax.fori_loop(0, blocks, look, (zeros, zeros, zeros, zeros))
-    hits, free, empty = (jnp.sum(count) for count in counts)
-    oldest = jnp.max(oldest)
-    needed = jnp.minimum(needed, free)
-    from_empty = empty >= needed
+    from_empty = found.empty >= count
 
     def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
         low, high, _, reached = state
-        return (low + 1 < high) & (reached != needed)
+        return (low + 1 < high) & (reached != count)
 
     def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         low, high, above, reached = state
         age = middle(low, high)
-        add = lambda block, count: count + (ages(block) >= age).astype(jnp.int32)
-        count = jnp.sum(lax.fori_loop(0, blocks, add, zeros))
-        enough = count >= needed
+        add = lambda block, sums: sums + (ages(block) >= age).astype(jnp.int32)
+        older = jnp.sum(lax.fori_loop(0, found.blocks, add, zeros))
+        enough = older >= count
         return (
             jnp.where(enough, age, low),
             jnp.where(enough, high, age),
-            jnp.where(enough, above, count),
-            jnp.where(enough, count, reached),
+            jnp.where(enough, above, older),
+            jnp.where(enough, older, reached),
         )
 
     start = (
         # A choice between two constants: the Triton lowering of `where` types it as a boolean.
         1 + (EMPTY - 1) * from_empty.astype(jnp.int32),
-        jnp.where(from_empty, EMPTY + 1, oldest + 1),
-        jnp.where(from_empty, 0, empty),
-        jnp.where(from_empty, empty, free),
+        jnp.where(from_empty, EMPTY + 1, found.oldest + 1),
+        jnp.where(from_empty, 0, found.empty),
+        jnp.where(from_empty, found.empty, found.free),
     )
     low, high, above, _ = lax.while_loop(unfinished, halve, start)
-    return hits, low, high, above, needed
-
-
-def write_victims(
-    ages: Callable[[jax.Array], jax.Array],
-    refs: tuple[jax.Ref, jax.Ref],
-    row: jax.Array,
-    limits: tuple[jax.Array, jax.Array, jax.Array],
-    blocks: jax.Array,
-    sizes: Sizes,
-) -> None:
-    """Slots of the victims in the order of the page list."""
-    pages_ref, victims_ref = refs
-    low, high, ties = limits
-
-    def write(block: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        age = ages(block)
-        take, rank, after = ranks(age >= high, age >= low, ties, before)
-        _, slot, _ = held_slots(pages_ref, row, block, sizes)
-        scatter(victims_ref, row, rank, slot, take)
-        return after
-
-    zero = jnp.int32(0)
-    lax.fori_loop(0, blocks, write, (zero, zero))
-
-
-# 4. Fill
+    return low, high, above

@@ -4,16 +4,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
-from pallas_kernels.sparse_attention import reference, triton
+from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.sparse_attention import mosaic, reference
 
 
-def sparse_attention(
+def sparse_attention(  # noqa: PLR0913  # what it reads, and how it reads it
     query: Float[Array, "R T H width"],
     slots: Int[Array, "S W"],
     location: Int[Array, "R T K"],
+    sinks: Float[Array, " H"] | None = None,
     *,
     offset: int,
-    row_dtype: DTypeLike,
+    row_format: DTypeLike | ScaledRow,
     value_width: int,
     scale: float,
     backend: Backend | None = None,
@@ -22,36 +24,36 @@ def sparse_attention(
 
     `softmax_k(scale * query . row_k)` weights the first `value_width` numbers of the rows: the
     absorbed form of multi-head latent attention (DeepSeek-V2, section 2.1; DeepSeek-V3.2 for the
-    sparse form). Softmax in float32.
+    sparse form). Softmax in float32. Rows in two precisions are multiplied out in float32 and
+    rounded to the dtype of `query`, once.
+
+    A sink is one more logit per head that has no value (DeepSeek-V4):
+    it takes weight from the rows. A query that selects the same slot twice counts it twice.
 
     Args:
         query: absorbed queries, `width` numbers like a row.
-        slots: records as int32 words; a row is `width` numbers of `row_dtype` at word `offset`.
+        slots: records as int32 words; a row is `width` numbers at word `offset`.
         location: int32 slot of each selected row, in bounds; NO_SLOT masks the entry.
+        sinks: logit of each head's sink, if it has one.
         offset: first word of this layer's row within a record.
-        row_dtype: dtype of the numbers in a row.
+        row_format: dtype of the numbers in a row, or their format if they have scales.
         value_width: how many leading numbers of a row are its value.
         scale: factor of the logits.
         backend: the implementation; by default the one for the device JAX runs on, if it takes
             operands like these.
 
     Returns:
-        The weighted values in the dtype of `query`, and float32 `log(sum_k(exp(logit_k)))`, by
-        which attention over disjoint selections can be merged. A query that selects nothing gets
-        zeros and -inf.
+        The weighted values in the dtype of `query`, and float32 `log(sum_k(exp(logit_k)))`, the
+        sink included, by which attention over disjoint selections can be merged. A query that
+        selects nothing gets zeros, and -inf or its sinks.
 
     Raises:
         NotImplementedError: if the named backend does not take operands like these.
     """
-    options = {
-        "offset": offset,
-        "row_dtype": row_dtype,
-        "value_width": value_width,
-        "scale": scale,
-    }
-    refusal = triton.supports(query, row_dtype=row_dtype, value_width=value_width)
-    match resolve("sparse_attention", backend, refusals={"triton": refusal}):
-        case "triton":
-            return triton.sparse_attention(query, slots, location, **options)
-        case "reference":
-            return reference.sparse_attention(query, slots, location, **options)
+    options = {"offset": offset, "row_format": row_format, "value_width": value_width}
+    refusal = mosaic.supports(query, slots, **options)
+    match resolve("sparse_attention", backend, refusal=refusal):
+        case "mosaic":
+            return mosaic.sparse_attention(query, slots, location, sinks, scale=scale, **options)
+        case _:
+            return reference.sparse_attention(query, slots, location, sinks, scale=scale, **options)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels.common.scaled_rows import GLM_FP8, V4_ENTRY, ScaledRow, decode, encode
+
 NAN_WORD = -1
 """All bits set: NaN in float32, and two NaNs in bfloat16."""
 
@@ -23,8 +25,9 @@ class Inputs(NamedTuple):
     query: Float[np.ndarray, "R T H width"]
     slots: Int[np.ndarray, "S W"]
     location: Int[np.ndarray, "R T K"]
+    sinks: Float[np.ndarray, " H"] | None
     offset: int
-    row_dtype: str
+    row_format: str | ScaledRow
     value_width: int
     scale: float
     rows: Float[np.ndarray, "S width"]
@@ -43,6 +46,8 @@ def random(  # noqa: PLR0913  # one name per dimension
     layer: int = 0,
     dtype: str = "float32",
     magnitude: float = 1.0,
+    scaled: ScaledRow | None = None,
+    sinks: bool = False,
 ) -> Inputs:
     """Normal queries and rows; request r selects `selected[r]` random slots, in random places.
 
@@ -58,6 +63,8 @@ def random(  # noqa: PLR0913  # one name per dimension
         layer: the rows are those of this layer of a record; the other words are NaN.
         dtype: of query and rows.
         magnitude: factor of the queries: a large one makes the softmax pick single rows.
+        scaled: format of the rows, if they have scales.
+        sinks: whether heads have sinks, from far below the logits to far above.
     """
     rng = np.random.default_rng(0)
     query = magnitude * rng.normal(size=(requests, queries, heads, width))
@@ -68,13 +75,19 @@ def random(  # noqa: PLR0913  # one name per dimension
             location[request, t, place] = rng.permutation(slots)[:count]
     rows = rng.normal(size=(slots, width)).astype(jnp.dtype(dtype))
     unread = ~np.isin(np.arange(slots), location)
-    words, offset = _records(rows, layer, unread)
+    if scaled is None:
+        words = np.ascontiguousarray(rows).view(np.int32)
+    else:
+        words = np.asarray(encode(jnp.asarray(rows), scaled))
+        rows = np.asarray(decode(jnp.asarray(words), scaled))
+    records, offset = _records(words, layer, unread)
     return Inputs(
         query=query.astype(jnp.dtype(dtype)),
-        slots=words,
+        slots=records,
         location=location,
+        sinks=np.linspace(-8.0, 8.0, heads, dtype=np.float32) if sinks else None,
         offset=offset,
-        row_dtype=dtype,
+        row_format=dtype if scaled is None else scaled,
         value_width=value_width,
         scale=width**-0.5,
         rows=rows,
@@ -82,15 +95,14 @@ def random(  # noqa: PLR0913  # one name per dimension
 
 
 def _records(
-    rows: Float[np.ndarray, "S width"], layer: int, unread: np.ndarray
+    rows: Int[np.ndarray, "S words"], layer: int, unread: np.ndarray
 ) -> tuple[Int[np.ndarray, "S W"], int]:
     """Padded records that hold `rows` as layer `layer`, and the word at which they start."""
-    words = np.ascontiguousarray(rows).view(np.int32)
-    offset = layer * words.shape[1]
-    used = offset + words.shape[1]
+    offset = layer * rows.shape[1]
+    used = offset + rows.shape[1]
     padded = -(-(used + 1) // RECORD_WORDS_MULTIPLE) * RECORD_WORDS_MULTIPLE
     records = np.full((len(rows), padded), NAN_WORD, np.int32)
-    records[:, offset:used] = words
+    records[:, offset:used] = rows
     records[unread] = NAN_WORD
     return records, offset
 
@@ -114,10 +126,28 @@ def slot_zero_masked() -> Inputs:
 glm = partial(random, width=576, value_width=512, dtype="bfloat16")
 """The rows of GLM-5.x; `heads`, `top_k`, `requests`, `slots` and `selected` set the load."""
 
+fp8 = partial(glm, scaled=GLM_FP8)
+"""The same in 656 bytes."""
+
+v4 = partial(
+    random, width=512, value_width=512, dtype="bfloat16", heads=64, scaled=V4_ENTRY, sinks=True
+)
+"""Entries of DeepSeek-V4: the whole row is the value, and heads have sinks."""
+
 CASES: dict[str, Callable[[], Inputs]] = {
     "glm_small": partial(glm, heads=8, top_k=64, slots=256, selected=(64, 50)),
     "glm_verify": partial(glm, heads=8, top_k=64, slots=256, selected=(64, 9), queries=4, layer=3),
     "glm_float32": partial(glm, top_k=64, slots=128, selected=(64, 50), dtype="float32"),
+    "glm_fp8": partial(fp8, heads=8, top_k=64, slots=256, selected=(64, 50)),
+    "glm_fp8_verify": partial(
+        fp8, heads=64, top_k=150, slots=400, selected=(150, 9), queries=4, layer=3
+    ),
+    "v4": partial(v4, top_k=64, slots=256, selected=(64, 50)),
+    "v4_verify": partial(v4, top_k=192, slots=400, selected=(192, 0), queries=3),
+    "sinks": partial(random, sinks=True, selected=(10, 0)),
+    "glm_sinks": partial(
+        glm, heads=64, top_k=1100, slots=1500, selected=(1100, 3, 0), requests=3, sinks=True
+    ),
     "float32": random,
     "bfloat16": partial(random, dtype="bfloat16"),
     "second_layer": partial(random, layer=1),

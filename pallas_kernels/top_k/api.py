@@ -21,8 +21,8 @@ def top_k(
         int32 positions in ascending order; NO_SLOT at the end where fewer than `k` are selectable.
     """
     refusal = triton.supports(scores.shape[2], k)
-    match resolve("top_k", backend, refusals={"triton": refusal}):
+    match resolve("top_k", backend, refusal=refusal):
         case "triton":
             return triton.top_k(scores, k)
-        case "reference":
+        case _:
             return reference.top_k(scores, k)

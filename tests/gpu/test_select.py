@@ -42,7 +42,7 @@ def test_top_k_of_a_long_history(distinct):
 @pytest.mark.parametrize("name", plan_cases.CASES)
 def test_plan(name):
     inputs = plan_cases.CASES[name]()
-    small = plan_triton.Tuning(block=8, warps=1, slots=16, victim_warps=1)
+    small = plan_triton.Tuning(look_block=8, look_warps=2, block=8, slots=16, moves=4, warps=4)
     wanted = plan_reference.plan(inputs.wanted, inputs.tables, page_slots=inputs.page_slots)
     for run in (
         partial(plan, backend="triton"),
@@ -63,7 +63,8 @@ def test_plan_over_many_steps_is_exact_and_in_place():
     exact = jax.jit(partial(run, backend="reference"))
     first = jax.tree.map(lambda leaf: leaf[0], wanted)
     temporary = kernels.lower(first, tables).compile().memory_analysis().temp_size_in_bytes
-    ages = 4 * len(traces) * -(-pages.shape[1] * sizes.page_slots // 2048) * 2048
+    block = plan_triton.Tuning().slots
+    ages = 4 * len(traces) * -(-pages.shape[1] * sizes.page_slots // block) * block
     assert temporary < ages + tables.slot_of.nbytes, "the plan now copies the tables"
     planned, expected = jax.tree.map(jnp.copy, tables), tables
     for step in range(wanted.step.shape[0]):

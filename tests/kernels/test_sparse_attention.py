@@ -1,4 +1,7 @@
-"""`sparse_attention` against float64 NumPy: the reference, and the Triton kernel interpreted."""
+"""`sparse_attention` against float64 NumPy, and the Mosaic kernel as it is lowered for a GPU.
+
+The kernel has stages in PTX, so it cannot be interpreted: tests/gpu runs it on the same cases.
+"""
 
 from functools import partial
 
@@ -7,67 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.common.rows import pack
-from pallas_kernels.sparse_attention import reference, triton
-from pallas_kernels.sparse_attention.api import sparse_attention
+from pallas_kernels.common.scaled_rows import GLM_FP8, V4_ENTRY, ScaledRow, decode, encode
+from pallas_kernels.sparse_attention import mosaic
 from pallas_kernels.sparse_attention.cases import CASES, NAN_WORD, random
-
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-
-
-IMPLEMENTATIONS = {
-    "reference": reference.sparse_attention,
-    "triton": partial(triton.sparse_attention, interpret=True),
-}
+from tests.support.attention import arguments, assert_close, attended, options, run
 
 
-def attended(inputs):
-    query, rows = inputs.query.astype(np.float64), inputs.rows.astype(np.float64)
-    values = np.zeros((*query.shape[:3], inputs.value_width))
-    lse = np.full(query.shape[:3], -np.inf)
-    for request, t, head in np.ndindex(*query.shape[:3]):
-        location = inputs.location[request, t]
-        selected = rows[location[location >= 0]]
-        if len(selected):
-            logits = inputs.scale * selected @ query[request, t, head]
-            weights = np.exp(logits - logits.max())
-            values[request, t, head] = weights / weights.sum() @ selected[:, : inputs.value_width]
-            lse[request, t, head] = logits.max() + np.log(weights.sum())
-    return values, lse
-
-
-def run(inputs, attend=sparse_attention, **more):
-    options = {name: getattr(inputs, name) for name in inputs._fields[3:7]}
-    values, lse = jax.jit(partial(attend, **options, **more))(*inputs[:3])
-    return np.asarray(values), np.asarray(lse)
-
-
-def assert_close(inputs, found, tolerance=None):
-    values, lse = found
-    assert values.dtype == inputs.query.dtype
-    assert lse.dtype == np.float32
-    near = {name: tolerance or TOLERANCE[inputs.row_dtype] for name in ("rtol", "atol")}
-    wanted, wanted_lse = attended(inputs)
-    np.testing.assert_allclose(values.astype(np.float64), wanted, **near)
-    np.testing.assert_allclose(lse, wanted_lse, **near)
-
-
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_float64(name, backend):
+def test_equals_float64(name):
     inputs = CASES[name]()
-    assert_close(inputs, run(inputs, IMPLEMENTATIONS[backend]))
+    assert_close(inputs, run(inputs))
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["all_masked", "one_masked_request"])
-def test_nothing_selected_gives_exact_zeros(name, backend):
+def test_nothing_selected_gives_exact_zeros(name):
     inputs = CASES[name]()
     empty = (inputs.location < 0).all(axis=-1)
     assert empty.any()
-    values, lse = run(inputs, IMPLEMENTATIONS[backend])
+    values, lse = run(inputs)
     assert (values[empty] == 0.0).all()
     assert np.isneginf(lse[empty]).all()
+
+
+def test_a_query_that_selects_nothing_has_its_sinks():
+    inputs = CASES["sinks"]()
+    values, lse = run(inputs)
+    assert (values[1] == 0.0).all()
+    np.testing.assert_allclose(lse[1, 0], inputs.sinks, rtol=1e-6)
 
 
 def test_order_of_the_selection_hardly_matters():
@@ -76,80 +45,108 @@ def test_order_of_the_selection_hardly_matters():
     np.testing.assert_allclose(run(inputs)[0], run(reversed_)[0], rtol=1e-6, atol=1e-6)
 
 
-SCATTERED = partial(random, requests=2, queries=3, heads=5, top_k=150, slots=400, magnitude=3.0)
-"""More rows than a block, a last block that is not full, heads that fill no matrix side."""
+def test_a_slot_that_is_selected_twice_counts_twice():
+    inputs = random(requests=1, top_k=3, selected=(3,))
+    a, b = inputs.location[0, 0, :2]
+    twice = inputs._replace(location=np.array([[[a, a, b]]], np.int32))
+    assert_close(twice, run(twice))
+    once = inputs._replace(location=np.array([[[a, b, -1]]], np.int32))
+    assert np.abs(attended(twice)[1] - attended(once)[1]).min() > 1e-3
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("block", [16, 64])
-def test_any_tuning_of_the_kernel_is_right(block, splits):
-    # With 4 splits request 1, which selects 3 rows, has parts that select nothing.
-    inputs = SCATTERED(selected=(150, 3))
-    tuning = triton.Tuning(block=block, splits=splits)
-    assert_close(inputs, run(inputs, IMPLEMENTATIONS["triton"], tuning=tuning))
-
-
-def test_more_heads_than_a_program_holds():
-    inputs = random(heads=2 * triton.MOST_HEADS + 3, queries=2)
-    assert_close(inputs, run(inputs, IMPLEMENTATIONS["triton"]))
-
-
-@pytest.mark.parametrize("queries, rows", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_rows_and_queries_of_two_dtypes(queries, rows):
-    inputs = SCATTERED(selected=(150, 70), magnitude=1.0, dtype=rows)
-    inputs = inputs._replace(query=inputs.query.astype(jnp.dtype(queries)))
-    found = run(inputs, IMPLEMENTATIONS["triton"])
-    assert_close(inputs, found, TOLERANCE[queries])
-
-
-def test_masked_entries_do_not_read_poison():
-    """Slot 0 stands in for NO_SLOT, and so do the slots beside the selected ones."""
-    inputs = SCATTERED(selected=(90, 0))
-    location = np.where(inputs.location == 0, -1, inputs.location)
-    slots = inputs.slots.copy()
-    slots[0] = NAN_WORD
-    inputs = inputs._replace(location=location, slots=slots)
-    assert (slots == NAN_WORD).all(axis=1).sum() > 100
-    assert_close(inputs, run(inputs, IMPLEMENTATIONS["triton"]))
-
-
-def test_an_unsupported_shape_says_why():
-    inputs = CASES["glm_float32"]()
-    with pytest.raises(NotImplementedError, match="float32 values of 512 numbers"):
-        run(inputs, backend="triton")
-    wide = random(width=300, value_width=12, dtype="bfloat16")
-    with pytest.raises(NotImplementedError, match="288 numbers after the value"):
-        run(wide, backend="triton")
-    fp8 = inputs._replace(row_dtype="float8_e4m3fn", query=inputs.query[..., :12], value_width=8)
-    with pytest.raises(NotImplementedError, match="rows of float8_e4m3fn"):
-        run(fp8, backend="triton")
-
-
-def lowered(query, slots, location, row_dtype, tuning=None):
-    attend = partial(
-        triton.sparse_attention,
-        offset=0,
-        row_dtype=row_dtype,
-        value_width=512,
-        scale=1.0,
-        tuning=tuning,
-    )
-    traced = jax.jit(attend).trace(query, slots, location)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_the_kernel_gets_the_records_where_they_are():
-    """On a GPU the words are typed anew, not converted: a hot pool must not be copied."""
-    shapes = [((128, 1, 64, 576), jnp.bfloat16), ((1 << 20, 1152), jnp.int32)]
-    query, slots = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    text = lowered(query, slots, jax.ShapeDtypeStruct((128, 1, 2048), jnp.int32), jnp.bfloat16)
-    assert "bitcast_convert" not in text
-    [call] = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
-    assert "tensor<1048576x1152xi32>" in call.rsplit(" : ", 1)[1], "the records became another type"
-
-
-def test_typed_rows_are_taken_as_they_are():
-    rows = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+@pytest.mark.parametrize("row", [GLM_FP8, V4_ENTRY])
+def test_scaled_rows_have_the_published_sizes_and_little_error(row):
+    assert row.bytes == {GLM_FP8: 656, V4_ENTRY: 584}[row]
+    spread = 10.0 ** np.random.default_rng(1).uniform(-6, 4, (50, 1))
+    values = (np.random.default_rng(0).normal(size=(50, row.width)) * spread).astype(np.float32)
+    values[0] = 0.0
+    words = encode(jnp.asarray(values), row)
+    assert words.shape == (50, row.words)
+    back = np.asarray(decode(words, row))
+    # e4m3 has 3 bits after the leading one; below 2**-6 of the scale its steps are even.
+    head = values[:, : row.quantised].reshape(50, -1, row.group)
+    most = np.abs(head).max(axis=-1, keepdims=True)
+    allowed = np.maximum(np.abs(head) * 2.0**-4, most * 2.0**-16)
+    error = np.abs(back[:, : row.quantised].reshape(head.shape) - head)
+    assert (error <= allowed * 1.001).all()
+    assert (error > 0).mean() > 0.5
     np.testing.assert_array_equal(
-        triton.typed_view(pack(jnp.asarray(rows)), np.float32, interpret=True), rows
+        back[:, row.quantised :],
+        values[:, row.quantised :].astype(jnp.bfloat16).astype(np.float32),
     )
+
+
+def test_decoded_rows_equal_what_numpy_reads_from_the_bytes():
+    values = np.random.default_rng(0).normal(size=(4, 576)).astype(np.float32)
+    words = np.asarray(encode(jnp.asarray(values), GLM_FP8))
+    raw = words.view(np.uint8).reshape(4, 656)
+    numbers = raw[:, :512].copy().view(jnp.float8_e4m3fn).astype(np.float32)
+    scales = raw[:, 512:528].copy().view(np.float32)
+    rest = raw[:, 528:].copy().view(jnp.bfloat16).astype(np.float32)
+    wanted = np.concatenate([numbers * np.repeat(scales, 128, axis=1), rest], axis=1)
+    np.testing.assert_array_equal(np.asarray(decode(jnp.asarray(words), GLM_FP8)), wanted)
+
+
+REFUSED = {
+    "queries of float32": {},
+    "rows of float32": {"query": jnp.bfloat16},
+    "rows of 700 numbers": {"width": 700, "value_width": 512, "dtype": "bfloat16"},
+    "a row that starts at 24 bytes": {"dtype": "bfloat16", "layer": 1},
+    "rows of 40 bytes": {"width": 20, "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_an_unsupported_shape_says_why(reason):
+    how = dict(REFUSED[reason])
+    query = how.pop("query", None)
+    inputs = random(**how)
+    if query:
+        inputs = inputs._replace(query=inputs.query.astype(query))
+    with pytest.raises(NotImplementedError, match=f"cannot run this: {reason}"):
+        run(inputs, backend="mosaic")
+
+
+def test_a_row_format_that_is_not_in_whole_tiles_is_refused():
+    odd = ScaledRow(quantised=96, group=32, scale="float32", rest=64)
+    inputs = random(width=160, value_width=96, dtype="bfloat16", scaled=odd)
+    assert_close(inputs, run(inputs))
+    with pytest.raises(NotImplementedError, match="whole tiles of 64"):
+        run(inputs, backend="mosaic")
+
+
+LOWERED = ["glm_small", "glm_verify", "glm_fp8_verify", "v4_verify", "glm_sinks"]
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_the_kernel_lowers_for_a_gpu_without_a_copy_of_the_records(name):
+    """Without a GPU too: shapes, layouts and shared memory are checked on the way."""
+    inputs = CASES[name]()
+    slots = jax.ShapeDtypeStruct((1 << 20, inputs.slots.shape[1]), jnp.int32)
+    query, _, location, *sinks = arguments(inputs)
+    attend = partial(mosaic.sparse_attention, **options(inputs))
+    lowered = jax.jit(attend).trace(query, slots, location, *sinks)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "mosaic_gpu" in line and "custom_call" in line]
+    assert len(calls) == 1
+    made = [line for line in text.splitlines() if f"-> tensor<{1 << 20}x" in line]
+    assert not made, "the records are copied"
+
+
+def test_the_kernel_lowers_at_production_size():
+    struct = jax.ShapeDtypeStruct
+    attend = partial(
+        mosaic.sparse_attention, offset=288, row_format=jnp.bfloat16, value_width=512, scale=1.0
+    )
+    for requests, queries in ((128, 1), (128, 8), (16, 1)):
+        traced = jax.jit(attend).trace(
+            struct((requests, queries, 64, 576), jnp.bfloat16),
+            struct((1 << 20, 1152), jnp.int32),
+            struct((requests, queries, 2048), jnp.int32),
+        )
+        traced.lower(lowering_platforms=("cuda",))
+
+
+def test_poison_stands_where_nobody_reads():
+    inputs = CASES["glm_sinks"]()
+    assert (inputs.slots == NAN_WORD).all(axis=1).sum() > 100
