@@ -75,9 +75,8 @@ def scores(keys: str, *, small: bool) -> Iterator[Variant]:
     for queries, tuning in [
         (1, one),
         (1, dataclasses.replace(one, stages=6)),
-        (1, dataclasses.replace(one, rows=2 * one.rows, stages=one.stages // 2)),
+        (1, dataclasses.replace(one, rows=192 - one.rows)),
         (8, eight),
-        (8, dataclasses.replace(eight, ahead=1 - eight.ahead)),
         (8, dataclasses.replace(eight, turns=False)),
     ]:
         case = IndexScores(queries=queries, keys=keys)

@@ -50,14 +50,16 @@ def params(**options: Any) -> plgpu.CompilerParams:
 def interpreter() -> Any:
     """What `kernel` takes as `interpret` to run on a CPU, thread by thread, barriers and all.
 
+    It prints "RACE DETECTED" where nothing orders two accesses to the same memory.
+
     Every thread of a block waits in a host thread of its own, so XLA needs as many: it takes their
     number from the variable NPROC, when it starts.
     """
     if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
+        return plgpu.InterpretGPUParams(detect_races=True)
     # jax 0.10 has it, but not in public.
     params = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
-    return params.InterpretGPUParams()
+    return params.InterpretGPUParams(detect_races=True)
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:

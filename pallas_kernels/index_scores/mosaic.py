@@ -20,7 +20,6 @@ bound by the matrix units (as fp8 keys of half the bytes are all the more); ther
 sums while the other one multiplies.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -33,6 +32,7 @@ from pallas_kernels.common.mosaic import kernel, params
 from pallas_kernels.common.scaled_rows import power_of_two
 from pallas_kernels.index_scores.mosaic_program import program
 from pallas_kernels.index_scores.mosaic_types import (
+    CONSUMERS,
     MOST_BOX,
     SWIZZLE,
     UNIT,
@@ -57,9 +57,9 @@ def default_tuning(count: int, heads: int, *, scaled: bool) -> Tuning:
     """The tuning for T queries per request of so many heads."""
     columns = min(count * heads, MOST_COLUMNS)
     if columns <= MOST_COLUMNS // 2:
-        return Tuning(rows=128, product=128 if columns <= 64 else 64) if scaled else Tuning()
-    eight = Tuning(stages=6, buffers=1, turns=True, held=True)
-    return dataclasses.replace(eight, stages=12, staged=True) if scaled else eight
+        # Half the bytes, so twice the keys: else the copying warpgroup is what takes longest.
+        return Tuning(rows=128) if scaled and columns <= 64 else Tuning()
+    return Tuning(stages=12 if scaled else 6, buffers=1, turns=True)
 
 
 def supports(queries: Float[Array, "R T heads width"], keys: Keys) -> str | None:
@@ -107,7 +107,7 @@ def index_scores(
         scratch=[shared_memory(spec, operands)],
         grid=(tuning.programs,),
         grid_names=("program",),
-        num_threads=tuning.consumers + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         interpret=interpret,
         compiler_params=params(),

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.index_scores.mosaic_scores import score_segment
 from pallas_kernels.index_scores.mosaic_types import (
+    CONSUMERS,
     MOST_BOX,
     Operands,
     Segment,
@@ -24,6 +25,9 @@ from pallas_kernels.index_scores.mosaic_types import (
     Spec,
     consumer_of,
 )
+
+REGISTERS_TO_MULTIPLY, REGISTERS_TO_COPY = 232, 40
+"""Of a CUDA thread: what the threads of one warpgroup give up, those of the others get."""
 
 
 def program(*refs: Any, spec: Spec) -> None:
@@ -33,9 +37,9 @@ def program(*refs: Any, spec: Spec) -> None:
     operands = Operands(*inputs, scales=scales, scores=scores)
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == spec.tuning.consumers)
+    @pl.when(warpgroup == CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(spec.tuning.registers[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
         plgpu.copy_gmem_to_smem(operands.tiles, shared.tiles, shared.tiles_full.at[0])
         plgpu.barrier_wait(shared.tiles_full.at[0])
         _for_segments(shared, spec, functools.partial(_copy_segment, operands, shared, spec))
@@ -43,15 +47,15 @@ def program(*refs: Any, spec: Spec) -> None:
         _drain(shared.free, spec.tuning.stages)
         _drain(shared.queries_free, spec.tuning.buffers)
 
-    @pl.when(warpgroup < spec.tuning.consumers)
+    @pl.when(warpgroup < CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(spec.tuning.registers[0], action="increase")
+        plgpu.set_max_registers(REGISTERS_TO_MULTIPLY, action="increase")
         _release_all(shared, spec, warpgroup)
         plgpu.barrier_wait(shared.tiles_full.at[0])
         score = functools.partial(score_segment, operands, shared, spec, warpgroup)
         steps = _for_segments(shared, spec, score)
         if spec.tuning.turns:
-            _finish_turns(shared, spec, warpgroup, steps)
+            _finish_turns(shared, warpgroup, steps)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -60,25 +64,15 @@ def _drain(barriers: Any, number: int) -> None:
     lax.fori_loop(0, number, lambda at, _: plgpu.barrier_wait(barriers.at[at]), None)
 
 
-def _finish_turns(
-    shared: Shared, spec: Spec, consumer: Int[Array, ""], steps: Int[Array, ""]
-) -> None:
-    """Pass on the turns of a consumer that has no tile in the last round; take back the last."""
-    rest = consumer_of(steps, spec)
-
-    @pl.when((rest > 0) & (consumer >= rest))
-    def _() -> None:
-        for _ in range(spec.tuning.rows // spec.tuning.product):
-            plgpu.barrier_wait(shared.turn.at[consumer])
-            plgpu.barrier_arrive(shared.turn.at[consumer_of(consumer + 1, spec)])
-
-    pl.when(consumer == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))
+def _finish_turns(shared: Shared, consumer: Int[Array, ""], steps: Int[Array, ""]) -> None:
+    """Take back the turn that nobody takes: that after the last step."""
+    pl.when(consumer_of(steps) == consumer)(lambda: plgpu.barrier_wait(shared.turn.at[consumer]))
 
 
 def _release_all(shared: Shared, spec: Spec, consumer: Int[Array, ""]) -> None:
     """At the start all slots and buffers are free, and it is the first consumer's turn."""
     for slot in range(spec.tuning.stages):
-        pl.when(consumer == slot % spec.tuning.consumers)(
+        pl.when(consumer == slot % CONSUMERS)(
             functools.partial(plgpu.barrier_arrive, shared.free.at[slot])
         )
     for buffer in range(spec.tuning.buffers):
@@ -103,19 +97,19 @@ def _tiles_of(row: Int[Array, ""], shared: Shared) -> Int[Array, ""]:
     return shared.tiles[lax.div(row, line), lax.rem(row, line)]
 
 
-def _total(shared: Shared, spec: Spec) -> Int[Array, ""]:
-    """Visible tiles of all rows."""
-    add = lambda row, total: total + _tiles_of(row, shared)
-    return lax.fori_loop(0, spec.rows, add, jnp.int32(0))
+def _total(of: Callable[[Int[Array, ""]], Int[Array, ""]], spec: Spec) -> Int[Array, ""]:
+    """The sum of a number of all rows."""
+    return lax.fori_loop(0, spec.rows, lambda row, total: total + of(row), jnp.int32(0))
 
 
 def _for_segments(shared: Shared, spec: Spec, run: Callable[[Segment], None]) -> Int[Array, ""]:
     """Call `run` for the segments of this program, in order; the number of their tiles."""
-    start, end = _share(_total(shared, spec), spec)
+    tiles_of = functools.partial(_tiles_of, shared=shared)
+    start, end = _share(_total(tiles_of, spec), spec)
 
     def visit(row: Int[Array, ""], carry: Any) -> Any:
         before, step, number = carry
-        tiles = _tiles_of(row, shared)
+        tiles = tiles_of(row)
         first = jnp.maximum(start - before, 0)
         after = jnp.minimum(end - before, tiles)
         some = first < after
@@ -150,27 +144,26 @@ def _copy_segment(operands: Operands, shared: Shared, spec: Spec, segment: Segme
 
 
 def _hide(operands: Operands, shared: Shared, spec: Spec) -> None:
-    """Write the -inf of this program's share of the tiles that no query sees."""
-    tiles = pl.cdiv(spec.positions, spec.tuning.rows)
-    start, end = _share(spec.rows * tiles - _total(shared, spec), spec)
+    """Write the -inf of this program's share of the tiles that no query sees, box by box."""
+    tiles, together = pl.cdiv(spec.positions, spec.tuning.rows), MOST_BOX // spec.tuning.rows
+
+    def boxes_of(row: Int[Array, ""]) -> Int[Array, ""]:
+        return lax.div(tiles - _tiles_of(row, shared) + together - 1, jnp.int32(together))
+
+    start, end = _share(_total(boxes_of, spec), spec)
     shared.hidden[...] = jnp.full((spec.count, MOST_BOX), -jnp.inf, jnp.float32)
     plgpu.commit_smem()
-    together = MOST_BOX // spec.tuning.rows
 
     def visit(row: Int[Array, ""], before: Int[Array, ""]) -> Int[Array, ""]:
-        shown = _tiles_of(row, shared)
-        first = jnp.maximum(start - before, 0)
-        after = jnp.minimum(end - before, tiles - shown)
-
         def hide(box: Int[Array, ""], _: None) -> None:
-            # The last box may cover tiles of the next program, which are as hidden.
-            at = (shown + first + box * together) * spec.tuning.rows
+            at = _tiles_of(row, shared) * spec.tuning.rows + box * MOST_BOX
             scores = operands.scores.at[row, :, pl.ds(at, MOST_BOX)]
             plgpu.copy_smem_to_gmem(shared.hidden, scores)
 
-        boxes = lax.div(jnp.maximum(after - first, 0) + together - 1, jnp.int32(together))
-        lax.fori_loop(0, boxes, hide, None)
-        return before + tiles - shown
+        boxes = boxes_of(row)
+        first, after = jnp.maximum(start - before, 0), jnp.minimum(end - before, boxes)
+        lax.fori_loop(first, jnp.maximum(first, after), hide, None)
+        return before + boxes
 
     lax.fori_loop(0, spec.rows, visit, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)

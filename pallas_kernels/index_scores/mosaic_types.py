@@ -12,8 +12,8 @@ SWIZZLE = 128
 """Bytes of a row of a tile in shared memory."""
 MOST_BOX = 256
 """Numbers along a side of what one copy moves."""
-DEPTH = 64
-"""Numbers of a key that are multiplied at once: a row of a tile of 16-bit numbers."""
+CONSUMERS = 2
+"""Warpgroups that multiply. With a third one there are too few registers for 256 columns."""
 UNIT = 8
 """Columns that the threads of a quarter warp hold side by side."""
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -25,30 +25,18 @@ class Tuning:
     """How the work is cut.
 
     Attributes:
-        rows: keys of a tile, a multiple of `product`.
-        product: keys of a product, a multiple of 64.
-        stages: slots of the ring of tiles, a multiple of `consumers`.
-        consumers: warpgroups that multiply.
+        rows: keys of a tile, a multiple of 64 that divides `MOST_BOX`.
+        stages: slots of the ring of tiles, a multiple of `CONSUMERS`.
         buffers: requests whose queries are held at once.
-        turns: consumers multiply one after another, so that one sums while another one multiplies.
-        ahead: with turns, multiplications of `DEPTH` numbers that are still running when the next
-            consumer starts.
-        held: weights stay in registers, and are not read again for every tile.
-        staged: fp8 keys go back to shared memory as float16, and not from registers into a product.
-        registers: of a thread that multiplies, and of one that copies.
+        turns: consumers multiply one after another, so that one sums while the other one
+            multiplies, and weights stay in registers: for products that take longer than sums.
         programs: one per multiprocessor.
     """
 
     rows: int = 64
-    product: int = 64
     stages: int = 8
-    consumers: int = 2
     buffers: int = 2
     turns: bool = False
-    ahead: int = 0
-    held: bool = False
-    staged: bool = False
-    registers: tuple[int, int] = (232, 40)
     programs: int = 132
 
 
@@ -82,11 +70,6 @@ class Spec(NamedTuple):
         """Columns of a product."""
         return self.count * self.heads
 
-    @property
-    def in_registers(self) -> bool:
-        """Whether the left operand of a product is."""
-        return self.scaled and not self.tuning.staged
-
 
 class Operands(NamedTuple):
     """What the kernel reads and writes in global memory: arrays outside of it, references inside.
@@ -119,7 +102,6 @@ class Shared(NamedTuple):
         queries: of as many rows as there are buffers.
         weights: of the same rows.
         tiles: how many tiles of each row are visible, in lines.
-        staged: float16 keys of a product of each consumer; None without.
         scores: two tiles of scores of each consumer, on their way out.
         hidden: -inf.
         full: a slot of the ring holds its tile.
@@ -135,7 +117,6 @@ class Shared(NamedTuple):
     queries: Any
     weights: Any
     tiles: Any
-    staged: Any
     scores: Any
     hidden: Any
     full: Any
@@ -180,20 +161,17 @@ def shared_memory(spec: Spec, operands: Operands) -> Shared:
         queries=tiled((tuning.buffers, spec.columns, spec.width), operands.queries.dtype),
         weights=float32(tuning.buffers, operands.weights.shape[1]),
         tiles=plgpu.SMEM(operands.tiles.shape, jnp.int32),
-        staged=tiled((tuning.consumers, tuning.product, spec.width), operands.queries.dtype)
-        if spec.scaled and tuning.staged
-        else None,
-        scores=float32(tuning.consumers, 2, spec.count, tuning.rows),
+        scores=float32(CONSUMERS, 2, spec.count, tuning.rows),
         hidden=float32(spec.count, MOST_BOX),
         full=barrier(tuning.stages, 2 if spec.scaled else 1),
         free=barrier(tuning.stages),
         queries_full=barrier(tuning.buffers, 2),
-        queries_free=barrier(tuning.buffers, tuning.consumers),
+        queries_free=barrier(tuning.buffers, CONSUMERS),
         tiles_full=barrier(1),
-        turn=barrier(tuning.consumers),
+        turn=barrier(CONSUMERS),
     )
 
 
-def consumer_of(step: Int[Array, ""], spec: Spec) -> Int[Array, ""]:
-    """Steps go round the consumers; so do the slots of the ring, which they divide."""
-    return lax.rem(step, jnp.int32(spec.tuning.consumers))
+def consumer_of(step: Int[Array, ""]) -> Int[Array, ""]:
+    """Steps go round the consumers; so do the slots of the ring, whose number they divide."""
+    return lax.rem(step, jnp.int32(CONSUMERS))
