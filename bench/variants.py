@@ -75,7 +75,7 @@ def scores(keys: str, *, small: bool) -> Iterator[Variant]:
     for queries, tuning in [
         (1, one),
         (1, dataclasses.replace(one, stages=6)),
-        (1, dataclasses.replace(one, rows=192 - one.rows)),
+        (1, dataclasses.replace(one, rows=192 - one.rows, stages=6)),
         (8, eight),
         (8, dataclasses.replace(eight, turns=False)),
     ]:

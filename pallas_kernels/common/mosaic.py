@@ -4,13 +4,15 @@
 written in PTX. `inline_mgpu` runs such a stage once per warpgroup; its values are MLIR integers.
 """
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -24,26 +26,38 @@ WARPGROUP = 128
 SCALAR = plgpu.Layout.WG_SPLAT(())
 """Layout of a scalar operand of inline code."""
 
-_OLD_NAMES = "out_type" not in inspect.signature(plgpu.kernel).parameters
 _LOAD_WANTS_INDEX = (
     inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 )
 
 
-def kernel(body: Callable[..., None], *, out: Any, scratch: Any, **options: Any) -> Any:
-    """`plgpu.kernel`, whose names for outputs and scratch memory differ between JAX versions."""
-    names = ("out_shape", "scratch_shapes") if _OLD_NAMES else ("out_type", "scratch_types")
-    return plgpu.kernel(body, **dict(zip(names, (out, scratch), strict=True)), **options)
+def kernel(
+    body: Callable[..., None],
+    *,
+    out: Sequence[jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    mesh: plgpu.Mesh,
+    compiler_params: plgpu.CompilerParams,
+    name: str,
+    interpret: Any = False,
+) -> Callable[..., Any]:
+    """A kernel; references among its operands (`jax.new_ref`) are written in place.
 
-
-def params(**options: Any) -> plgpu.CompilerParams:
-    """Compiler parameters of a kernel that says itself where a warpgroup must wait.
-
-    Every hand-over between warpgroups goes through an mbarrier on which all their CUDA threads
-    arrive, so the barriers that Pallas would add around each access to memory are not needed.
+    `plgpu.kernel` takes no references in every JAX version, and names its arguments differently.
+    With `interpret`, see `interpreter`, it runs on a CPU.
     """
-    return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, **options
+
+    def run(*refs: jax.Ref) -> None:
+        with_scratch = functools.partial(body, *refs)
+        pl.run_scoped(with_scratch, collective_axes=mesh.thread_name, **scratch)
+
+    return pl.kernel(
+        run,
+        out_type=tuple(out),
+        mesh=mesh,
+        compiler_params=compiler_params,
+        name=name,
+        interpret=interpret,
     )
 
 
@@ -60,6 +74,17 @@ def interpreter() -> Any:
     # jax 0.10 has it, but not in public.
     params = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
     return params.InterpretGPUParams(detect_races=True)
+
+
+def params(**options: Any) -> plgpu.CompilerParams:
+    """Compiler parameters of a kernel that says itself where a warpgroup must wait.
+
+    Every hand-over between warpgroups goes through an mbarrier on which all their CUDA threads
+    arrive, so the barriers that Pallas would add around each access to memory are not needed.
+    """
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, **options
+    )
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:

@@ -30,9 +30,10 @@ REGISTERS_TO_MULTIPLY, REGISTERS_TO_COPY = 232, 40
 """Of a CUDA thread: what the threads of one warpgroup give up, those of the others get."""
 
 
-def program(*refs: Any, spec: Spec) -> None:
+def program(*refs: Any, spec: Spec, **scratch: Any) -> None:
     """One program."""
-    *inputs, scores, shared = refs
+    *inputs, scores = refs
+    shared = Shared(**scratch)
     scales = inputs.pop() if spec.scaled else None
     operands = Operands(*inputs, scales=scales, scores=scores)
     warpgroup = lax.axis_index("warpgroup")

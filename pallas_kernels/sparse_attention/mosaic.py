@@ -37,6 +37,10 @@ from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.mosaic import Ref, kernel, load, params
 from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.sparse_attention.mosaic_records import (
+    Missing,
+    bring_records,
+)
 from pallas_kernels.sparse_attention.mosaic_rows import (
     BLOCK,
     CHUNK,
@@ -131,6 +135,7 @@ class Spec(NamedTuple):
         blocks: blocks of a part.
         registers: of each role.
         sinks: whether the first part starts with a sink.
+        bring: whether missing records are brought from the host meanwhile.
     """
 
     rows: Rows
@@ -139,6 +144,7 @@ class Spec(NamedTuple):
     blocks: int
     registers: Registers
     sinks: bool
+    bring: bool = False
 
 
 def sparse_attention(
@@ -154,6 +160,79 @@ def sparse_attention(
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "R T H value"], Float[Array, "R T H"]]:
     """See `api.sparse_attention`."""
+    options = {"offset": offset, "row_format": row_format, "value_width": value_width}
+    work = _work(query, slots, location, sinks, tuning, scale=scale, **options)
+    return _attended(query, value_width, *_attend_parts(work, slots))
+
+
+class Brought(NamedTuple):
+    """What is brought from the host, per request in the order in which blocks need it.
+
+    Attributes:
+        host: the host pool, typed as device memory.
+        rows: host row of each record; NO_SLOT makes it POISON.
+        targets: slot of each record; NO_SLOT skips it.
+        before: how many of them the blocks before each block need; at the end all.
+    """
+
+    host: Int[Array, "N W"]
+    rows: Int[Array, "R U"]
+    targets: Int[Array, "R U"]
+    before: Int[Array, "R blocks"]
+
+
+def retrieve_attend(
+    query: Float[Array, "R 1 H width"],
+    slots: Int[Array, "S W"],
+    location: Int[Array, "R 1 K"],
+    brought: Brought,
+    *,
+    offset: int,
+    row_format: DTypeLike | ScaledRow,
+    value_width: int,
+    scale: float,
+    tuning: Tuning | None = None,
+) -> tuple[tuple[Float[Array, "R 1 H value"], Float[Array, "R 1 H"]], Int[Array, "S W"]]:
+    """See `retrieve_attend.api`: the same kernel, which also brings what is missing."""
+    options = {"offset": offset, "row_format": row_format, "value_width": value_width}
+    work = _work(query, slots, location, None, tuning, scale=scale, **options)
+    splits, part = work.location.shape[1:]
+    more = splits * part // BLOCK + 1 - brought.before.shape[1]
+    before = jnp.pad(brought.before, ((0, 0), (0, more)), mode="edge")
+    work = work._replace(spec=work.spec._replace(bring=True))
+    pool = jax.new_ref(slots)
+    parts = _attend_parts(work, pool, *brought._replace(before=before))
+    return _attended(query, value_width, *parts), jax.freeze(pool)
+
+
+class Work(NamedTuple):
+    """Operands of the kernel.
+
+    Attributes:
+        query: queries in whole blocks of heads and whole tiles.
+        location: selections in parts of whole blocks.
+        starts: logit of each head's sink in powers of two; lowest without one.
+        spec: what is static.
+    """
+
+    query: Float[Array, "N blocks heads width"]
+    location: Int[Array, "N splits part"]
+    starts: Float[Array, "blocks heads"]
+    spec: "Spec"
+
+
+def _work(
+    query: Float[Array, "R T H width"],
+    slots: Int[Array, "S W"],
+    location: Int[Array, "R T K"],
+    sinks: Float[Array, " H"] | None,
+    tuning: Tuning | None,
+    *,
+    offset: int,
+    row_format: DTypeLike | ScaledRow,
+    value_width: int,
+    scale: float,
+) -> Work:
     requests, queries, heads, width = query.shape
     count, head_blocks = requests * queries, -(-heads // HEADS)
     tuning = tuning or default_tuning(count * head_blocks, location.shape[-1])
@@ -170,11 +249,21 @@ def sparse_attention(
     padded = _padded_queries(query.reshape(count, heads, width), spec.rows.tiles * TILE)
     starts = jnp.full(heads, LOWEST) if sinks is None else sinks.astype(jnp.float32) * LOG2_E
     starts = jnp.pad(starts, (0, head_blocks * HEADS - heads)).reshape(head_blocks, HEADS)
-    values, lse = _merge(*_attend_parts(padded, slots, ids, starts, spec))
-    values = values.reshape(count, -1, spec.columns)[:, :heads, :value_width].astype(query.dtype)
-    lse = lse.reshape(count, -1)[:, :heads]
-    shape = (requests, queries, heads)
-    return values.reshape(*shape, value_width), lse.reshape(shape)
+    return Work(padded, ids, starts, spec)
+
+
+def _attended(
+    query: Float[Array, "R T H width"],
+    value_width: int,
+    values: Float[Array, "N blocks splits heads columns"],
+    lse: Float[Array, "N blocks splits heads"],
+) -> tuple[Float[Array, "R T H value"], Float[Array, "R T H"]]:
+    """What the parts come to, in the shapes of the operation."""
+    values, lse = _merge(values, lse)
+    shape, count = query.shape[:3], len(values)
+    values = values.reshape(count, -1, values.shape[-1])[:, : shape[2], :value_width]
+    lse = lse.reshape(count, -1)[:, : shape[2]]
+    return values.astype(query.dtype).reshape(*shape, value_width), lse.reshape(shape)
 
 
 def _in_parts(location: Int[Array, "N K"], splits: int) -> Int[Array, "N splits part"]:
@@ -195,15 +284,13 @@ def _padded_queries(
 
 
 def _attend_parts(
-    query: Float[Array, "N blocks heads width"],
-    slots: Int[Array, "S W"],
-    location: Int[Array, "N splits part"],
-    starts: Float[Array, "blocks heads"],
-    spec: Spec,
-) -> tuple[Float[Array, "N blocks splits heads value"], Float[Array, "N blocks splits heads"]]:
+    work: Work,
+    slots: Ref,
+    *missing: Int[Array, "..."],
+) -> tuple[Float[Array, "N blocks splits heads columns"], Float[Array, "N blocks splits heads"]]:
     """Normalised values and log-sum-exp of every part; float32 if there are several."""
-    count, head_blocks, _, width = query.shape
-    splits = location.shape[1]
+    count, head_blocks, _, width = work.query.shape
+    spec, splits = work.spec, work.location.shape[1]
     parts = (count, head_blocks, splits, HEADS)
     dtype = jnp.bfloat16 if splits == 1 else jnp.float32
     call = kernel(
@@ -223,14 +310,16 @@ def _attend_parts(
             "weights_ready": plgpu.Barrier(num_arrivals=1),
             "weights_free": plgpu.Barrier(num_arrivals=2),
         },
-        grid=(count, head_blocks, splits),
-        grid_names=("query", "heads", "part"),
-        num_threads=4,
-        thread_name="role",
+        mesh=plgpu.Mesh(
+            grid=(count, head_blocks, splits),
+            grid_names=("query", "heads", "part"),
+            num_threads=4,
+            thread_name="role",
+        ),
         compiler_params=params(approx_math=True, reduction_scratch_bytes=256),
+        name="retrieve_attend" if spec.bring else "sparse_attention",
     )
-    values, lse = call(query, slots, location, starts)
-    return values, lse
+    return call(work.query, slots, work.location, work.starts, *missing)
 
 
 def _merge(
@@ -292,9 +381,7 @@ def _attend_kernel(
     slots_ref: Ref,
     location_ref: Ref,
     starts_ref: Ref,
-    values_ref: Ref,
-    lse_ref: Ref,
-    *,
+    *refs: Ref,
     spec: Spec,
     **scratch: Any,
 ) -> None:
@@ -302,6 +389,7 @@ def _attend_kernel(
     query, heads, part = (lax.axis_index(name) for name in ("query", "heads", "part"))
     role = lax.axis_index("role")
     memory = Memory(**scratch)
+    *lists, values_ref, lse_ref = refs
     location = location_ref.at[query, part]
     out = (values_ref.at[query, heads, part], lse_ref.at[query, heads, part])
 
@@ -310,7 +398,7 @@ def _attend_kernel(
         _take_registers(spec.registers.fetch)
         init_arrivals(memory.arrived, STAGES)
         plgpu.copy_gmem_to_smem(query_ref.at[query, heads], memory.query_smem, memory.query_ready)
-        _fetch(slots_ref, location, memory, spec)
+        _fetch(slots_ref, location, _missing(slots_ref, lists, query, part, spec), memory, spec)
 
     @pl.when(role == 2)
     def _weigh_role() -> None:
@@ -334,13 +422,29 @@ def _block(ref: Ref, number: Int[Array, ""]) -> Ref:
     return ref.at[pl.ds(number * BLOCK, BLOCK)]
 
 
-def _fetch(slots_ref: Ref, location_ref: Ref, memory: Memory, spec: Spec) -> None:
+def _missing(
+    slots_ref: Ref, lists: list[Ref], query: jax.Array, part: jax.Array, spec: Spec
+) -> Missing | None:
+    """What is to be brought for a part of a query's selection, if anything ever is."""
+    if not spec.bring:
+        return None
+    host_ref, *refs = lists
+    rows, targets, before = (ref.at[query] for ref in refs)
+    mine = before.at[pl.ds(part * spec.blocks, spec.blocks + 1)]
+    return Missing(host_ref, slots_ref, rows, targets, mine)
+
+
+def _fetch(
+    slots_ref: Ref, location_ref: Ref, missing: Missing | None, memory: Memory, spec: Spec
+) -> None:
     """Fill one stage after the other. Slots are read a block ahead."""
     block = lambda number: _block(location_ref, jnp.minimum(number, spec.blocks - 1))
 
     def fetch_block(number: Int[Array, ""], ids: Int[Array, " ids"]) -> Int[Array, " ids"]:
         stage = lax.rem(number, STAGES)
         later = load_slots(block(number + 1))
+        if missing:
+            bring_records(missing, number, spec.rows.record_bytes)
 
         @pl.when(number >= STAGES)
         def _wait_until_free() -> None:

@@ -1,0 +1,73 @@
+"""Retrieval of what a step misses, and the attention that reads it, in one launch."""
+
+from typing import NamedTuple
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common.backends import Backend, resolve
+from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.retrieve_attend import mosaic, reference
+
+
+class Attention(NamedTuple):
+    """What attention reads; see `sparse_attention.api`.
+
+    Attributes:
+        query: absorbed queries.
+        location: int32 slot of each selected row once it has been fetched; NO_SLOT masks.
+        selection: int32 position of each selected row, in ascending order, then NO_SLOT.
+    """
+
+    query: Float[Array, "R T H width"]
+    location: Int[Array, "R T K"]
+    selection: Int[Array, "R T K"]
+
+
+def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
+    host: Int[Array, "N W"],
+    slots: Int[Array, "S W"],
+    fetches: Fetches,
+    attention: Attention,
+    *,
+    offset: int,
+    row_format: DTypeLike | ScaledRow,
+    value_width: int,
+    scale: float,
+    backend: Backend | None = None,
+) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S W"]]:
+    """`retrieve`, then `sparse_attention` over the slots, with the same results bit by bit.
+
+    The attention works on rows that are there while missing records come over the link. Positions
+    are what tells which rows a block of the selection has to wait for, so fetches are in ascending
+    order of position and every one of them is selected; that is how `plan` lists them for one query
+    with an ascending selection, as `top_k` gives it.
+
+    Args:
+        host: see `retrieve.api`.
+        slots: see `retrieve.api`; donated by the caller's `jit`.
+        fetches: see `retrieve.api`; positions ascend up to the counts.
+        attention: queries, and what they select.
+        offset: see `sparse_attention.api`, as all that follows.
+        row_format: format of a row.
+        value_width: leading numbers of a row that are its value.
+        scale: factor of the logits.
+        backend: the implementation; by default the one for the device JAX runs on, or one operation
+            after the other where that one does not take the operands.
+
+    Returns:
+        Values and log-sum-exp, and the slots with the records in place.
+
+    Raises:
+        NotImplementedError: if the named backend does not take operands like these.
+    """
+    options = {"offset": offset, "row_format": row_format, "value_width": value_width}
+    refusal = mosaic.supports(attention.query, slots, **options)
+    match resolve("retrieve_attend", backend, refusal=refusal):
+        case "mosaic":
+            return mosaic.retrieve_attend(host, slots, fetches, attention, scale=scale, **options)
+        case _:
+            return reference.retrieve_attend(
+                host, slots, fetches, attention, scale=scale, backend=backend, **options
+            )

@@ -1,0 +1,25 @@
+"""One operation after the other, each by its own implementation for the device, or by `backend`."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common.backends import Backend
+from pallas_kernels.retrieve.api import retrieve
+from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.sparse_attention.api import sparse_attention
+
+
+def retrieve_attend(
+    host: Int[Array, "N W"],
+    slots: Int[Array, "S W"],
+    fetches: Fetches,
+    attention: tuple[Float[Array, "R T H width"], Int[Array, "R T K"], Int[Array, "R T K"]],
+    *,
+    backend: Backend | None,
+    **options: Any,  # noqa: ANN401  # those of sparse attention
+) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S W"]]:
+    """See `api.retrieve_attend`."""
+    query, location, _ = attention
+    slots = retrieve(host, slots, fetches, backend=backend)
+    return sparse_attention(query, slots, location, backend=backend, **options), slots
