@@ -16,6 +16,7 @@ from dhisparse_jax.speculation.schedule import Profile
 from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.plan.types import PlanCounts
 from pallas_kernels.retrieve.api import retrieve as retrieve_op
+from pallas_kernels.retrieve.types import Fetches
 
 LINK_RECORDS = 4096
 """Records read at once to measure the link: enough to fill it."""
@@ -99,4 +100,5 @@ def _read(
     rows: Int[Array, " n"],
     places: Int[Array, " n"],
 ) -> Int[Array, "n W"]:
-    return retrieve_op(host, scratch, rows, places)
+    count = jnp.full(1, rows.shape[0], jnp.int32)
+    return retrieve_op(host, scratch, Fetches(rows[None], places[None], count))
