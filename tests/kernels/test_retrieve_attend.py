@@ -19,7 +19,7 @@ from pallas_kernels.retrieve.types import Fetches
 from pallas_kernels.retrieve_attend import api, cases, mosaic
 from pallas_kernels.sparse_attention import mosaic as attention_mosaic
 from pallas_kernels.sparse_attention.mosaic_rows import BLOCK
-from tests.support.attention import assert_close, options, run
+from tests.support.attention import assert_close, run
 from tests.support.lowering import lowered
 from tests.support.retrieve_attend import arguments, assert_same, refusal, run_fused
 
