@@ -2,6 +2,7 @@
 
 Commands
     load_sweep    the policies against the load, on the bundled model
+    speculation   drafts and draft lengths against the load, on the bundled model
     kernels       every operation against its floor
     tune          variants of the kernels that have a choice, each checked before it is timed
     tune_select   variants of the plan and of top-K, compared with the references and timed

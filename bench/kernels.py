@@ -110,7 +110,7 @@ def run(job: Job, floors: Floors, backend: Backend | None = None, runs: int = RU
         row |= {"floor_us": least.us, "bound": least.name}
         CONSOLE.print(_statement(job, detail["backend"], work.traffic, least), highlight=False)
         timing, state, results = measure(
-            work.step, work.state, work.operands, calls=work.calls, runs=runs
+            work.step, work.state, work.operands, calls=work.calls, runs=runs, anew=work.anew
         )
         found = work.inspect(state, results) if work.inspect else {}
         detail |= {**work.detail, **found, **_speed(work.traffic, floors, timing)}

@@ -35,7 +35,7 @@ def main(
 ) -> None:
     """Sweep the load over the three policies and check that no token changes."""
     loaded = registry.load("tiny")
-    requests = _requests(loaded, rows, prompt_bytes, new_tokens)
+    requests = make_requests(loaded, rows, prompt_bytes, new_tokens)
     capacity = max(len(request.prompt) for request in requests) + new_tokens
     results: list[dict[str, Any]] = []
     reference: list[Tokens] | None = None
@@ -58,9 +58,10 @@ def main(
     write({"bench": "load_sweep", **environment(), "rows": results}, json)
 
 
-def _requests(
+def make_requests(
     loaded: registry.LoadedModel, count: int, prompt_bytes: int, new_tokens: int
 ) -> list[Request]:
+    """The first so many left-out texts, each to be gone on with."""
     texts = list(load_evaluation().items())[:count]
     return [
         Request(

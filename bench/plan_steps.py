@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from bench.traces import Trace, verify_queries
 from pallas_kernels.common.ids import NO_SLOT
-from pallas_kernels.plan.types import PlanInput, PlanTables
+from pallas_kernels.plan.types import PlanInput, PlanTables, Tail
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,19 +66,21 @@ def plan_steps(traces: Sequence[Trace], sizes: PlanSizes, pages: Int[Array, "R P
     windows = [verify_queries(sample.selection, sizes.queries, sizes.advance) for sample in traces]
     selection = np.stack(windows, axis=1)
     steps, requests, queries, k = selection.shape
-    request = np.arange(requests)[:, None, None]
     length = len(traces[0].stack) + sizes.advance * np.arange(steps)
     oldest = length + queries - sizes.tail  # the first position that the tail holds
-    ring = requests * sizes.budget + request * sizes.tail + selection % sizes.tail
+    rings = requests * sizes.budget + sizes.tail * np.arange(requests)
     staging = max(0, queries * k - sizes.budget)
     first = requests * (sizes.budget + sizes.tail)
     staged = first + np.arange(requests * staging).reshape(requests, staging)
     retiring = oldest[:, None] + np.arange(queries)
-    in_tail = selection >= oldest[:, None, None, None]
     every = lambda array, *shape: jnp.broadcast_to(jnp.asarray(array, jnp.int32), (steps, *shape))
     return PlanInput(
         selection=jnp.asarray(selection),
-        tail_slot=jnp.asarray(np.where(in_tail, ring, NO_SLOT), jnp.int32),
+        tail=Tail(
+            start=every(oldest[:, None], requests),
+            first=every(rings, requests),
+            length=every(sizes.tail),
+        ),
         retiring=every(retiring[:, None], requests, queries),
         staging=every(staged, *staged.shape),
         pages=every(pages, *pages.shape),

@@ -9,9 +9,11 @@ the first runs do not count.
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 State = TypeVar("State")
@@ -19,7 +21,7 @@ Operands = TypeVar("Operands")
 Result = TypeVar("Result")
 
 RUNS = 20
-LEAST_SECONDS = 5e-3
+LEAST_SECONDS = 2e-2
 MOST_DISPATCHES = 500
 
 
@@ -53,8 +55,10 @@ Chain = Callable[[State, Operands], tuple[State, list[Result]]]
 """All calls of a chain: the state after them, and the result of each."""
 
 
-def chain(step: Step[State, Operands, Result], calls: int) -> Chain[State, Operands, Result]:
-    """`calls` calls of `step` as one jitted program, which donates the state."""
+def chain(
+    step: Step[State, Operands, Result], calls: int, **options: str | int
+) -> Chain[State, Operands, Result]:
+    """`calls` calls of `step` as one jitted program, which donates the state; compiler options."""
 
     def run(state: State, operands: Operands) -> tuple[State, list[Result]]:
         results = []
@@ -63,7 +67,7 @@ def chain(step: Step[State, Operands, Result], calls: int) -> Chain[State, Opera
             results.append(result)
         return state, results
 
-    return jax.jit(run, donate_argnums=0)
+    return jax.jit(run, donate_argnums=0, compiler_options=options or None)
 
 
 def measure(
@@ -73,6 +77,7 @@ def measure(
     *,
     calls: int,
     runs: int = RUNS,
+    anew: bool = False,
 ) -> tuple[Timing, State, list[Result]]:
     """Time of one call of `step` on the device.
 
@@ -82,11 +87,13 @@ def measure(
         operands: what the calls read.
         calls: how many calls make up the chain.
         runs: how many runs are timed.
+        anew: every chain starts from `state`, not from where the last one ended.
 
     Returns:
         The timing, the last state, and the results of the last chain.
     """
-    return measure_chain(chain(step, calls), state, operands, calls=calls, runs=runs)
+    run = chain(step, calls)
+    return measure_chain(run, state, operands, calls=calls, runs=runs, anew=anew)
 
 
 def measure_chain(
@@ -96,27 +103,40 @@ def measure_chain(
     *,
     calls: int,
     runs: int = RUNS,
+    anew: bool = False,
 ) -> tuple[Timing, State, list[Result]]:
     """What `measure` does, of a chain of `calls` calls that may be compiled already."""
-    state, results = jax.block_until_ready(run(state, operands))
-    once, state, results = _seconds(run, state, operands, 1)
+    dispatch = partial(_seconds, run, operands=operands, anew=anew)
+    start = lambda last: state if anew else last
+    _, last, _ = dispatch(state, 1)
+    once, last, results = dispatch(start(last), 1)
     dispatches = max(1, min(MOST_DISPATCHES, math.ceil(LEAST_SECONDS / once)))
     samples = []
     for _ in range(runs):
-        seconds, state, results = _seconds(run, state, operands, dispatches)
+        seconds, last, results = dispatch(start(last), dispatches)
         samples.append(1e6 * seconds / (dispatches * calls))
     low, median, high = np.percentile(samples, (25, 50, 75))
     timing = Timing(float(median), float(low), float(high), runs, dispatches * calls)
-    return timing, state, results
+    return timing, last, results
 
 
 def _seconds(
-    run: Chain[State, Operands, Result], state: State, operands: Operands, dispatches: int
+    run: Chain[State, Operands, Result],
+    state: State,
+    dispatches: int,
+    *,
+    operands: Operands,
+    anew: bool,
 ) -> tuple[float, State, list[Result]]:
-    """Wall time of so many dispatches, the state after them, and the last results."""
+    """Wall time of so many dispatches, the state after them, and the last results.
+
+    Where all start from `state` its copies are made before the clock starts.
+    """
+    copies = [jax.tree.map(jnp.copy, state) for _ in range(dispatches * anew)]
+    jax.block_until_ready(copies)
     results: list[Result] = []
-    start = time.perf_counter()
-    for _ in range(dispatches):
-        state, results = run(state, operands)
+    begin = time.perf_counter()
+    for dispatch in range(dispatches):
+        state, results = run(copies[dispatch] if anew else state, operands)
     jax.block_until_ready((state, results))
-    return time.perf_counter() - start, state, results
+    return time.perf_counter() - begin, state, results

@@ -66,7 +66,8 @@ def timed_error(variant: Variant, work: AnyWork, state: Tree, results: list[Tree
     _, arrays = variant.step(lambda *arrays: arrays)((), work.operands, 0)
     # Slots are those of all requests: the only array without an axis of requests.
     requests = variant.case.requests
-    alone = [array[:1] if array.shape[0] == requests else array for array in arrays]
+    first = lambda array: array[:1] if array.shape[0] == requests else array
+    alone = jax.tree.map(first, arrays)
     wanted = jax.jit(partial(variant.exact, **variant.options))(*alone)
     return error(jax.tree.map(lambda array: array[:1], results[0]), wanted)
 

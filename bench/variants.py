@@ -20,8 +20,10 @@ from pallas_kernels.backup import triton as backup_triton
 from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.common.triton_rows import Tuning, default_tuning
 from pallas_kernels.index_scores import cases as index_cases
+from pallas_kernels.index_scores import mosaic as index_mosaic
 from pallas_kernels.index_scores import reference as index_reference
 from pallas_kernels.index_scores import triton as index_triton
+from pallas_kernels.index_scores.types import Keys, ScaledKeys, quantise
 from pallas_kernels.retrieve import cases as retrieve_cases
 from pallas_kernels.retrieve import reference as retrieve_reference
 from pallas_kernels.retrieve import triton as retrieve_triton
@@ -66,47 +68,59 @@ class Variant:
         return given if self.prepare is None else self.prepare(given)
 
 
-def scores(*, small: bool) -> Iterator[Variant]:
+def scores(keys: str, *, small: bool) -> Iterator[Variant]:
     """Of index scores: with one query the reads, with eight the products."""
-    tuning = index_triton.Tuning
-    one, eight = IndexScores(queries=1), IndexScores(queries=8)
-    for case, variant in [
-        (one, tuning()),
-        (one, tuning(stages=4)),
-        (one, tuning(warps=8, stages=4)),
-        (eight, tuning(block=64, steps=48, queries=8, product=2)),
-        (eight, tuning(block=64, steps=48, queries=4, product=4)),
-        (eight, tuning(block=128, steps=24, queries=8, product=4, warps=8)),
-        (eight, tuning(block=64, steps=48, queries=8, product=8, warps=8)),
+    usual = partial(index_mosaic.default_tuning, heads=32, scaled=keys == "fp8")
+    one, eight = usual(1), usual(8)
+    for queries, tuning in [
+        (1, one),
+        (1, dataclasses.replace(one, stages=6)),
+        (1, dataclasses.replace(one, rows=192 - one.rows, stages=6)),
+        (8, eight),
+        (8, dataclasses.replace(eight, turns=False)),
     ]:
-        yield _scores(case, variant, "bfloat16", small=small)
+        case = IndexScores(queries=queries, keys=keys)
+        yield _scores(case, tuning, usual(queries), small=small)
 
 
-def _scores(case: IndexScores, tuning: index_triton.Tuning, dtype: str, *, small: bool) -> Variant:
+def _scores(
+    case: IndexScores, tuning: index_mosaic.Tuning, usual: index_mosaic.Tuning, *, small: bool
+) -> Variant:
+    """The Mosaic kernel; on a CPU the reference, since the kernel is interpreted slowly."""
     case = case.small() if small else case
-    inputs = index_cases.glm(
-        requests=3, queries=case.queries, positions=5000, visible=(4990, 1700, 0), dtype=dtype
-    )
+    kernel = partial(index_mosaic.index_scores, tuning=tuning)
     return Variant(
         case=case,
-        name=f"R {case.requests} T {case.queries}",
-        label=_label(tuning, index_triton.Tuning()),
-        call=partial(index_triton.index_scores, tuning=tuning, interpret=small),
+        name=f"R {case.requests} T {case.queries} {case.keys}",
+        label=_label(tuning, usual),
+        call=index_reference.index_scores if small else kernel,
         exact=_exact_scores,
         step=index_scores.step,
-        small=tuple(jnp.asarray(array) for array in inputs),
+        small=_small_scores(case.queries, "bfloat16", scaled=case.keys == "fp8"),
     )
 
 
-def _exact_scores(queries: Array, weights: Array, keys: Array, visible: Array) -> Array:
-    queries, keys = queries.astype(jnp.float32), keys.astype(jnp.float32)
-    return index_reference.index_scores(queries, weights, keys, visible)
+def _small_scores(queries: int, dtype: str, *, scaled: bool = False) -> tuple[Tree, ...]:
+    inputs = index_cases.glm(
+        requests=3, queries=queries, positions=5000, visible=(4990, 1700, 0), dtype=dtype
+    )
+    query, weights, keys, visible = (jnp.asarray(array) for array in inputs)
+    return query, weights, quantise(keys) if scaled else keys, visible
+
+
+def _exact_scores(queries: Array, weights: Array, keys: Keys, visible: Array) -> Array:
+    if not isinstance(keys, ScaledKeys):
+        keys = keys.astype(jnp.float32)
+    return index_reference.index_scores(queries.astype(jnp.float32), weights, keys, visible)
 
 
 def float32(*, small: bool) -> dict[str, Variant]:
     """The default kernels on float32 operands; only checked, their production size is not built."""
-    scores = _scores(
-        IndexScores(queries=2), index_triton.default_tuning(2, 4), "float32", small=small
+    usual = index_mosaic.Tuning()
+    scores = dataclasses.replace(
+        _scores(IndexScores(queries=2), usual, usual, small=small),
+        call=partial(index_triton.index_scores, interpret=small),
+        small=_small_scores(2, "float32"),
     )
     return {"index_scores": scores}
 
@@ -171,7 +185,8 @@ def _label(tuning: Any, usual: Any) -> str:  # noqa: ANN401  # any operation's
 
 
 VARIANTS: dict[str, Callable[..., Iterator[Variant]]] = {
-    "index_scores": scores,
+    "index_scores": partial(scores, "bf16"),
+    "index_scores_fp8": partial(scores, "fp8"),
     "retrieve": partial(copies, "retrieve", 672),
     "retrieve_4608B": partial(copies, "retrieve", 1152),
     "retrieve_656B": partial(copies, "retrieve", 164),

@@ -29,6 +29,7 @@ class Work(Generic[State, Operands, Result]):
     Attributes:
         step: one call of the operation, see `timing.Step`.
         state: pytree that is handed from call to call.
+        anew: every chain starts from this state, not from where the last one ended.
         operands: pytree that the calls read.
         calls: calls of a chain, each on data of its own.
         traffic: what one call has to do at least, on average.
@@ -43,6 +44,7 @@ class Work(Generic[State, Operands, Result]):
     operands: Operands
     calls: int
     traffic: Traffic
+    anew: bool = False
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inspect: Callable[[State, list[Result]], Mapping[str, Any]] | None = None
     parts: Mapping[str, Step[State, Operands, Any]] = dataclasses.field(default_factory=dict)

@@ -3,6 +3,7 @@
 hierarchy       the state and its pure functions; what an attention module calls
 forward, finish_step, decode_step   the two halves of a decode step, and the whole
 Engine, Request, Sampling           continuous batching of requests over a hierarchy
+Draft, Drafter, Proposal            a small model that proposes tokens, and what it proposes
 Geometry, RowFormat, HierarchyConfig, Policy, IndexInputs   what they are told
 UserError       bad input, as one line that says what to change
 """
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from dhisparse_jax.errors import UserError as UserError
     from dhisparse_jax.hierarchy.select import IndexInputs as IndexInputs
     from dhisparse_jax.sampling import Sampling as Sampling
+    from dhisparse_jax.speculation.protocol import Draft as Draft
+    from dhisparse_jax.speculation.protocol import Drafter as Drafter
+    from dhisparse_jax.speculation.protocol import Proposal as Proposal
     from dhisparse_jax.step import decode_step as decode_step
     from dhisparse_jax.step import finish_step as finish_step
     from dhisparse_jax.step import forward as forward
@@ -29,7 +33,10 @@ _HOMES = {
     "Geometry": "config",
     "HierarchyConfig": "config",
     "Policy": "config",
+    "Proposal": "speculation.protocol",
     "RowFormat": "config",
+    "Draft": "speculation.protocol",
+    "Drafter": "speculation.protocol",
     "Engine": "engine.engine",
     "Request": "engine.request",
     "UserError": "errors",

@@ -17,6 +17,9 @@ Opened = TypeVar("Opened")
 OpenFn = Callable[[IndexInputs], Opened]
 """Select for the new tokens of a group, from what the group's indexer computed."""
 
+Taps = tuple[Float[Array, "R T D"], ...]
+"""Residual streams after some layers of a group."""
+
 AttendFn = Callable[
     [Opened, int, Float[Array, "R T width"], Float[Array, "R T H width"]],
     tuple[Float[Array, "R T H value"], Opened],
@@ -55,10 +58,39 @@ class ServedModel(Protocol):
         positions: Int[Array, "R T"],
         open_group: OpenFn[Opened],
         attend: AttendFn[Opened],
-    ) -> tuple[Float[Array, "R T D"], Opened]:
-        """All layers of selection group `pool`: `open_group` once, then `attend` once per layer."""
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "R T D"], Taps, Opened]:
+        """All layers of selection group `pool`: `open_group` once, then `attend` once per layer.
+
+        Args:
+            params: weights.
+            pool: which group.
+            x: residual stream before it.
+            positions: int32 position of every token.
+            open_group: see `OpenFn`.
+            attend: see `AttendFn`.
+            taps: places of layers in the group, ascending.
+
+        Returns:
+            The residual stream after the group, and after each layer named by `taps`; the group.
+        """
         ...
 
     def logits(self, params: Params, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         """Final norm and head, float32."""
         ...
+
+
+def places_of(geometry: Geometry, pool: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Places in group `pool` of those of `layers` that lie in it, ascending.
+
+    With groups of 1, 1 and 4 layers, layers 5, 1 and 2 have places 0 and 3 in group 2.
+    """
+    first = sum(geometry.layers_per_pool[:pool])
+    count = geometry.layers_per_pool[pool]
+    return tuple(sorted(layer - first for layer in layers if first <= layer < first + count))
+
+
+def layers_of(geometry: Geometry, pool: int, places: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of the layers at these places of group `pool`: the reverse of `places_of`."""
+    return tuple(sum(geometry.layers_per_pool[:pool]) + place for place in places)

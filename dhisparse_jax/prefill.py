@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.rows import pack
@@ -99,10 +100,7 @@ def attend_prompt(
             query,
             records,
             opened.selection,
-            offset=offset,
-            row_format=jnp.dtype(row_format.dtype),
-            value_width=row_format.value_width,
-            scale=cfg.geometry.scale,
+            **layout.row_options(cfg, layer),
         )
     prompt = Prompt(records=records, keys=opened.prompt.keys)
     return values, OpenPrompt(prompt=prompt, start=opened.start, selection=opened.selection)

@@ -5,6 +5,7 @@ the batch, the policy or the steps around it.
 """
 
 import dataclasses
+import enum
 import math
 
 import jax
@@ -71,27 +72,36 @@ def greedy(requests: int) -> Sampler:
     )
 
 
-def with_row(
-    sampler: Sampler, row: Int[Array, ""], values: tuple[Array, Array, Array, Array]
-) -> Sampler:
-    """`sampler` with (temperature, top_k, top_p, key) of one row replaced."""
-    temperature, top_k, top_p, key = values
+def sampler_row(sampling: Sampling, number: int) -> Sampler:
+    """The sampler of one row, for request `number` of a run."""
+    key = jax.random.fold_in(jax.random.key(jnp.uint32(sampling.seed)), jnp.uint32(number))
     return Sampler(
-        temperature=sampler.temperature.at[row].set(temperature),
-        top_k=sampler.top_k.at[row].set(top_k),
-        top_p=sampler.top_p.at[row].set(top_p),
-        key=sampler.key.at[row].set(key),
+        temperature=jnp.asarray([sampling.temperature], jnp.float32),
+        top_k=jnp.asarray([sampling.top_k], jnp.int32),
+        top_p=jnp.asarray([sampling.top_p], jnp.float32),
+        key=key[None],
     )
 
 
-def row_values(sampling: Sampling, number: int) -> tuple[Array, Array, Array, Array]:
-    """What `with_row` takes, for request `number` of a run."""
-    return (
-        jnp.float32(sampling.temperature),
-        jnp.int32(sampling.top_k),
-        jnp.float32(sampling.top_p),
-        jax.random.fold_in(jax.random.key(jnp.uint32(sampling.seed)), jnp.uint32(number)),
-    )
+class Purpose(enum.IntEnum):
+    """What a random draw at a position is for; draws of different purposes are independent."""
+
+    CHOOSE = 0
+    PROPOSE = 1
+    ACCEPT = 2
+
+
+def position_keys(
+    sampler: Sampler, position: Int[Array, " R"], purpose: Purpose
+) -> Key[Array, " R"]:
+    """A key for every row's draw at a position.
+
+    A position may be proposed and verified in several steps, but only one of them decides its
+    token, so a purpose needs one key per position.
+    """
+    # Positions are below 2**31, so the root of another purpose is the key of no position.
+    root = lambda key: jax.random.fold_in(key, jnp.uint32(2**32 - purpose)) if purpose else key
+    return jax.vmap(lambda key, at: jax.random.fold_in(root(key), at))(sampler.key, position)
 
 
 def target_logits(logits: Float[Array, "R V"], sampler: Sampler) -> Float[Array, "R V"]:
@@ -134,9 +144,12 @@ def choose(
 def _draw(
     logits: Float[Array, "R V"], sampler: Sampler, position: Int[Array, " R"]
 ) -> Int[Array, " R"]:
-    """A draw from every row's target distribution (Gumbel-max)."""
-    noise = jax.vmap(
-        lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[1:])
-    )
-    noisy = target_logits(logits, sampler) + noise(sampler.key, position)
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    """A draw from every row's target distribution."""
+    keys = position_keys(sampler, position, Purpose.CHOOSE)
+    return draw(target_logits(logits, sampler), keys)
+
+
+def draw(logits: Float[Array, "R V"], keys: Key[Array, " R"]) -> Int[Array, " R"]:
+    """One token of every row from softmax(logits), float32 (Gumbel-max)."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)

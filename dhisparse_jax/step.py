@@ -1,9 +1,11 @@
 """One decode step. Reads top to bottom as the design; the stage names are those of a profile."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
@@ -11,12 +13,66 @@ from dhisparse_jax.hierarchy.adapt import adapt
 from dhisparse_jax.hierarchy.append import query_positions
 from dhisparse_jax.hierarchy.backup import backup
 from dhisparse_jax.hierarchy.commit import commit
-from dhisparse_jax.hierarchy.group import OpenGroup, attend, open_group
+from dhisparse_jax.hierarchy.group import OpenGroup, attend, close_group, open_group
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.model import Params, ServedModel
+from dhisparse_jax.model import Params, ServedModel, Taps, layers_of, places_of
 from dhisparse_jax.pytree import state as pytree
-from dhisparse_jax.sampling import Sampler, choose
+from dhisparse_jax.sampling import Sampler, greedy
+from dhisparse_jax.speculation.accept import Emitted, accept, stop_at
+from dhisparse_jax.speculation.protocol import Drafter, DraftState
+from dhisparse_jax.speculation.schedule import Load, Profile, Rule, live_queries, observe
+from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.plan.types import PlanCounts
+
+
+@pytree
+class Texts:
+    """What every request row is writing.
+
+    Attributes:
+        anchor: int32 last emitted token, at position `length`; the target has not read it yet.
+        end: int32 position of the last token that the request may emit, below the capacity. A
+            request whose length has reached it is done: it takes part in no step any more.
+        stop: int32 tokens that end the request; NO_SLOT fills up.
+        sampler: how it chooses.
+    """
+
+    anchor: Int[Array, " R"]
+    end: Int[Array, " R"]
+    stop: Int[Array, "R M"]
+    sampler: Sampler
+
+
+MAX_STOPS = 16
+"""Stop tokens that a request may have."""
+
+
+def no_texts(requests: int) -> Texts:
+    """Rows that write nothing."""
+    return Texts(
+        anchor=jnp.zeros(requests, jnp.int32),
+        end=jnp.zeros(requests, jnp.int32),
+        stop=jnp.full((requests, MAX_STOPS), NO_SLOT, jnp.int32),
+        sampler=greedy(requests),
+    )
+
+
+@pytree
+class DecodeState:
+    """All that a step changes; donate it.
+
+    Attributes:
+        hierarchy: the target's history.
+        draft: what the drafter keeps of it.
+        load: what the last steps were like.
+        texts: what is being written.
+    """
+
+    hierarchy: HierarchyState
+    draft: DraftState
+    load: Load
+    texts: Texts
 
 
 @pytree
@@ -24,38 +80,99 @@ class StepOutput:
     """What a step tells the host.
 
     Attributes:
-        tokens: int32 next token of every request; undefined for inactive ones.
-        counts: records per pool and request.
+        tokens: int32 tokens that every request emitted; undefined from `count` on.
+        count: int32 how many: accepted proposals and one more; 0 for a request that is done.
+        verified: int32 queries that were verified; 0 for a request that is done.
+        records: records per pool and request.
     """
 
-    tokens: Int[Array, " R"]
-    counts: PlanCounts
+    tokens: Int[Array, "R T"]
+    count: Int[Array, " R"]
+    verified: Int[Array, " R"]
+    records: PlanCounts
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """Who proposes, and how much of it is verified; static.
+
+    Attributes:
+        drafter: proposes N tokens per step; `NoDraft` none.
+        rule: chooses how many of them are verified.
+    """
+
+    drafter: Drafter
+    rule: Rule = Rule.ALL
 
 
 def decode_step(
     model: ServedModel,
+    speculation: Speculation,
     cfg: HierarchyConfig,
     params: Params,
-    state: HierarchyState,
-    tokens: Int[Array, " R"],
-    sampler: Sampler,
-) -> tuple[StepOutput, HierarchyState]:
-    """Read one token of every request, write its rows, and choose the next token.
+    draft_params: Params,
+    profile: Profile,
+    state: DecodeState,
+) -> tuple[StepOutput, DecodeState]:
+    """Propose tokens for every request, verify them together, and keep what stands.
 
     Args:
         model: the served model; static.
-        cfg: sizes of the hierarchy, with one verify query; static.
-        params: weights.
-        state: the hierarchy; donate it.
-        tokens: int32 last token of every request, at position `length`.
-        sampler: how each request chooses.
+        speculation: who proposes; static.
+        cfg: sizes of the hierarchy, with N + 1 verify queries; static.
+        params: weights of the model.
+        draft_params: weights of the drafter.
+        profile: of the machine, for the rule.
+        state: the requests; donate it.
     """
-    logits, state = forward(model, cfg, params, state, tokens[:, None])
+    hierarchy, texts, drafter = state.hierarchy, state.texts, speculation.drafter
+    start = hierarchy.length
+    with jax.named_scope("propose"):
+        proposal = drafter.propose(draft_params, state.draft, texts.anchor, start, texts.sampler)
+    with jax.named_scope("schedule"):
+        room = jnp.where(hierarchy.active, jnp.clip(texts.end - start, 0, cfg.queries), 0)
+        live = live_queries(speculation.rule, proposal.confidence, state.load, profile, room)
+        block = jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1)
+    logits, features, hierarchy = forward(
+        model, cfg, params, hierarchy, block, live=live, taps=drafter.taps
+    )
     with jax.named_scope("accept"):
-        accepted = jnp.ones_like(state.length)
-        chosen = choose(logits[:, 0], sampler, state.length + accepted)
-    state = finish_step(state, cfg, accepted)
-    return StepOutput(tokens=chosen, counts=state.counts), state
+        emitted = accept(logits, proposal, live, start, texts.sampler)
+        emitted, stopped = stop_at(emitted, texts.stop)
+    hierarchy = finish_step(hierarchy, cfg, emitted.count)
+    with jax.named_scope("draft"):
+        draft = drafter.commit(draft_params, state.draft, features, start, emitted.count)
+    fetched = fetched_bytes(cfg, hierarchy.counts)
+    load = observe(state.load, proposal.confidence, live, emitted.count, fetched)
+    texts = _advance(texts, emitted, jnp.where(stopped, hierarchy.length, texts.end))
+    output = StepOutput(
+        tokens=emitted.tokens, count=emitted.count, verified=live, records=hierarchy.counts
+    )
+    return output, DecodeState(hierarchy=hierarchy, draft=draft, load=load, texts=texts)
+
+
+def decode_steps(
+    steps: int,
+    model: ServedModel,
+    speculation: Speculation,
+    cfg: HierarchyConfig,
+    params: Params,
+    draft_params: Params,
+    profile: Profile,
+    state: DecodeState,
+) -> tuple[StepOutput, DecodeState]:
+    """`steps` decode steps in one dispatch; every leaf of the output gets a first axis of steps."""
+    step = partial(decode_step, model, speculation, cfg, params, draft_params, profile)
+
+    def one(state: DecodeState, _: None) -> tuple[DecodeState, StepOutput]:
+        output, state = step(state)
+        return state, output
+
+    if steps == 1:  # without a loop, host pools surely stay where they are
+        state, output = one(state, None)
+        return jax.tree.map(lambda leaf: leaf[None], output), state
+    state, output = lax.scan(one, state, None, length=steps)
+    return output, state
 
 
 def forward(
@@ -64,16 +181,39 @@ def forward(
     params: Params,
     state: HierarchyState,
     tokens: Int[Array, "R T"],
-) -> tuple[Float[Array, "R T V"], HierarchyState]:
-    """Run T verify queries of every request through the model; nothing is committed."""
+    *,
+    live: Int[Array, " R"] | None = None,
+    taps: tuple[int, ...] = (),
+) -> tuple[Float[Array, "R T V"], Float[Array, "R T taps"], HierarchyState]:
+    """Run T verify queries of every request through the model; nothing is committed.
+
+    Args:
+        model: the served model.
+        cfg: sizes of the hierarchy.
+        params: weights.
+        state: the hierarchy.
+        tokens: int32 tokens at positions `length` .. `length + T - 1`.
+        live: int32 how many queries of each request count, 0..T; None: all. The others fetch
+            nothing, and their logits mean nothing.
+        taps: layers, from 0, whose residual stream a drafter reads.
+
+    Returns:
+        Logits, the residual streams after the tapped layers side by side, and the hierarchy.
+    """
     positions = query_positions(state, cfg)
     with jax.named_scope("embed"):
         x = model.embed(params, tokens)
+    tapped: dict[int, Float[Array, "R T D"]] = {}
     for pool in range(cfg.pools):
+        places = places_of(cfg.geometry, pool, taps)
         with jax.named_scope(f"group_{pool}"):
-            x, state = _decode_group(model, cfg, params, state, pool, x, positions)
+            x, here, state = _decode_group(
+                model, cfg, params, state, pool, x, positions, live, places
+            )
+        tapped |= zip(layers_of(cfg.geometry, pool, places), here, strict=True)
     with jax.named_scope("verify"):
-        return model.logits(params, x), state
+        features = jnp.concatenate([x[..., :0], *(tapped[layer] for layer in taps)], axis=-1)
+        return model.logits(params, x), features, state
 
 
 def finish_step(
@@ -89,7 +229,7 @@ def finish_step(
         return adapt(state, cfg)
 
 
-def _decode_group(
+def _decode_group(  # noqa: PLR0913  # a step's inputs, all of them
     model: ServedModel,
     cfg: HierarchyConfig,
     params: Params,
@@ -97,8 +237,10 @@ def _decode_group(
     pool: int,
     x: Float[Array, "R T D"],
     positions: Int[Array, "R T"],
-) -> tuple[Float[Array, "R T D"], HierarchyState]:
-    open_it = partial(open_group, state, cfg, pool)
+    live: Int[Array, " R"] | None,
+    places: tuple[int, ...],
+) -> tuple[Float[Array, "R T D"], Taps, HierarchyState]:
+    open_it = partial(open_group, state, cfg, pool, live=live)
 
     def attend_it(
         group: OpenGroup,
@@ -108,5 +250,20 @@ def _decode_group(
     ) -> tuple[Float[Array, "R T H value"], OpenGroup]:
         return attend(group, cfg, pool, layer, row, query)
 
-    x, group = model.run_group(params, pool, x, positions, open_it, attend_it)
-    return x, group.state
+    x, tapped, group = model.run_group(params, pool, x, positions, open_it, attend_it, places)
+    return x, tapped, close_group(group, cfg, pool)
+
+
+def fetched_bytes(cfg: HierarchyConfig, records: PlanCounts) -> Float[Array, " R"]:
+    """Bytes that each request fetched from the host in a step, padding included."""
+    sizes = jnp.asarray([WORD_BYTES * cfg.record_words(pool) for pool in range(cfg.pools)])
+    # In float32: a step of many requests can fetch more than 2**31 bytes.
+    return (records.fetched.astype(jnp.float32) * sizes[:, None].astype(jnp.float32)).sum(axis=0)
+
+
+def _advance(texts: Texts, emitted: Emitted, end: Int[Array, " R"]) -> Texts:
+    """The last emitted token is the next anchor; a request that emitted none keeps its own."""
+    last = jnp.maximum(emitted.count - 1, 0)[:, None]
+    newest = jnp.take_along_axis(emitted.tokens, last, axis=1)[:, 0]
+    anchor = jnp.where(emitted.count > 0, newest, texts.anchor)
+    return dataclasses.replace(texts, anchor=anchor, end=end)

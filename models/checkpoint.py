@@ -5,7 +5,9 @@ Restoring gives host arrays first, so a checkpoint does not depend on the device
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,9 @@ from dhisparse_jax.models.text import few
 # Orbax fills data files up to about this size; small enough for hosts that limit file sizes.
 _DATA_FILE_BYTES = 4 * 2**20
 
+OWN_WEIGHTS = "params"
+"""The folder of weights in a checkpoint that is written here; published ones have none."""
+
 
 def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) -> None:
     """Writes a checkpoint, replacing the one in `directory`.
@@ -40,18 +45,30 @@ def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) ->
             those the model always keeps in float32.
         params: Nested weights of a model of these sizes.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory)
+    save_weights(directory / OWN_WEIGHTS, flatten(cast_like(params, abstract_params(config))))
+    save_json(directory / "config.json", dataclasses.asdict(config))
+
+
+def save_weights(path: Path, flat: Flat) -> None:
+    """Writes flat weights as an Orbax folder, replacing the one at `path`."""
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
     # Host arrays, so that the files say nothing about devices.
-    flat = jax.tree.map(np.asarray, flatten(cast_like(params, abstract_params(config))))
-    directory.mkdir(parents=True, exist_ok=True)
+    hosts = jax.tree.map(np.asarray, flat)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(
-            directory / "params",
-            args=ocp.args.PyTreeSave(flat, ocdbt_target_data_file_size=_DATA_FILE_BYTES),
+            path,
+            args=ocp.args.PyTreeSave(hosts, ocdbt_target_data_file_size=_DATA_FILE_BYTES),
             force=True,
         )
-    text = json.dumps(dataclasses.asdict(config), indent=1)
-    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def save_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes a JSON object; a file that is there is replaced when the new one is whole."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def load_checkpoint(
@@ -70,13 +87,18 @@ def load_checkpoint(
     directory = Path(directory).absolute()
     config = config_from_values(read_json(directory / "config.json"))
     like = abstract_params(config)
-    flat = _restore(directory / "params", flatten(like))
+    flat = restore_weights(directory / OWN_WEIGHTS, flatten(like))
     params = cast_like(unflatten(flat, like), like)
     return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
 
 
-def _restore(path: Path, expected: Flat) -> dict[str, np.ndarray]:
-    """Flat host arrays, after comparing names and shapes with what the model needs."""
+def restore_weights(path: Path, expected: Flat) -> dict[str, np.ndarray]:
+    """Flat host arrays, after comparing names and shapes with what the model needs.
+
+    Raises:
+        UserError: No weights there, damaged ones, or some missing, left over, or wrongly shaped.
+    """
+    path = path.absolute()
     if not path.is_dir():
         raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -82,21 +82,21 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
     missing = sorted(name for name in _SIZES.values() if name not in raw)
     if missing:
         raise UserError(f"the configuration lacks {len(missing)} entries: {', '.join(missing)}")
-    sizes = {ours: _integer(raw, published) for ours, published in _SIZES.items()}
+    sizes = {ours: integer(raw, published) for ours, published in _SIZES.items()}
     return config_from_values(
         {
             **sizes,
             "num_dense_layers": _num_dense_layers(raw, sizes["num_layers"]),
-            "num_expert_groups": _integer(raw, "n_group", 1),
-            "kept_expert_groups": _integer(raw, "topk_group", 1),
+            "num_expert_groups": integer(raw, "n_group", 1),
+            "kept_expert_groups": integer(raw, "topk_group", 1),
             "normalise_routing": bool(raw.get("norm_topk_prob", True)),
-            "routed_scale": _number(raw, "routed_scaling_factor", 2.5),
+            "routed_scale": number(raw, "routed_scaling_factor", 2.5),
             "indexer_types": _indexer_types(raw, sizes["num_layers"]),
             "index_rope_style": (
                 "interleaved" if raw.get("indexer_rope_interleave", True) else "half-split"
             ),
-            "rope_theta": _rope_theta(raw),
-            "norm_eps": _number(raw, "rms_norm_eps", 1e-5),
+            "rope_theta": rope_theta(raw),
+            "norm_eps": number(raw, "rms_norm_eps", 1e-5),
             "bos_id": raw.get("bos_token_id"),
             "eos_ids": _eos_ids(raw),
             "param_dtype": raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
@@ -104,7 +104,7 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
     )
 
 
-def _integer(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def integer(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """An entry that must be a whole number."""
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -112,7 +112,7 @@ def _integer(raw: Mapping[str, Any], name: str, default: int | None = None) -> i
     return value
 
 
-def _number(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def number(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
     """An entry that must be a number."""
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -129,7 +129,7 @@ def _eos_ids(raw: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def _rope_theta(raw: Mapping[str, Any]) -> float:
+def rope_theta(raw: Mapping[str, Any]) -> float:
     """Rope base, from either place that published files keep it."""
     rope = raw.get("rope_parameters") or raw
     if not isinstance(rope, Mapping):
@@ -137,7 +137,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     kind = rope.get("rope_type", "default")
     if kind != "default":
         raise UserError(f"rope_type is {kind!r}; only 'default' is supported")
-    return _number(rope, "rope_theta")
+    return number(rope, "rope_theta")
 
 
 def _indexer_types(raw: Mapping[str, Any], num_layers: int) -> object:
@@ -149,8 +149,8 @@ def _indexer_types(raw: Mapping[str, Any], num_layers: int) -> object:
         raise UserError(f"index_topk_pattern is {pattern!r}, expected a string of F and S")
     return derive_indexer_types(
         num_layers,
-        freq=_integer(raw, "index_topk_freq", 1),
-        offset=_integer(raw, "index_skip_topk_offset", 2),
+        freq=integer(raw, "index_topk_freq", 1),
+        offset=integer(raw, "index_skip_topk_offset", 2),
         pattern=pattern,
     )
 
@@ -159,7 +159,7 @@ def _num_dense_layers(raw: Mapping[str, Any], num_layers: int) -> int:
     """Leading dense layers; the published list of types wins over the count."""
     types = raw.get("mlp_layer_types")
     if types is None:
-        return _integer(raw, "first_k_dense_replace")
+        return integer(raw, "first_k_dense_replace")
     dense = types.count("dense") if isinstance(types, list) else 0
     if types != ["dense"] * dense + ["sparse"] * (num_layers - dense):
         raise UserError("mlp_layer_types is not a run of 'dense' followed by 'sparse' layers")

@@ -3,15 +3,12 @@
 Knows nothing about files. Published matrices are `[out, in]`; ours are `[in, out]`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dhisparse_jax.configs.glm import GlmConfig
-
-Shape = tuple[int, ...]
-Read = Callable[[str], np.ndarray]
+from dhisparse_jax.models.tensor_files import Read, Shape
 
 
 def published_shapes(config: GlmConfig) -> dict[str, Shape]:

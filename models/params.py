@@ -4,8 +4,8 @@ Nested: what JAX transformations and optimizers see. Flat: `layers.0.attention.q
 the names used on disk.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from dhisparse_jax.models.glm.model import GlmModel
 Nested = dict[Any, Any]  # str or layer number -> Nested or array
 Flat = dict[str, Any]
 
+_Model = TypeVar("_Model", bound=nnx.Module)
 
-def params_of(model: GlmModel) -> Nested:
+
+def params_of(model: nnx.Module) -> Nested:
     """The nested weights of a model."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
@@ -30,9 +32,12 @@ def abstract_params(config: GlmConfig) -> Nested:
 
 def build_model(config: GlmConfig, params: Nested, dtype: jnp.dtype | type) -> GlmModel:
     """A model with the given nested weights, computing in `dtype`. May be traced."""
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: GlmModel(config, rngs=nnx.Rngs(0), dtype=dtype))
-    )
+    return fill(lambda: GlmModel(config, rngs=nnx.Rngs(0), dtype=dtype), params)
+
+
+def fill(make: Callable[[], _Model], params: Nested) -> _Model:
+    """The model that `make` would give, with other weights; its own are never allocated."""
+    graph, state = nnx.split(nnx.eval_shape(make))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
 

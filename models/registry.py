@@ -8,15 +8,13 @@ import jax.numpy as jnp
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
-from dhisparse_jax.models.checkpoint import load_checkpoint
+from dhisparse_jax.models.checkpoint import OWN_WEIGHTS, load_checkpoint
 from dhisparse_jax.models.glm.decode import serve
 from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
-# The folder of weights in a checkpoint that models.checkpoint wrote; published ones have none.
-OWN_WEIGHTS = "params"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,10 @@ ROOT = Path(__file__).parents[1]
 # Several workers share a GPU where there is one. JAX reads this at its first computation.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# XLA's threads on a CPU. Interpreted GPU kernels wait for each other in them: fewer than a block
+# has would wait for ever, as they do on a machine of two cores.
+os.environ.setdefault("NPROC", "8")
+
 # Implicit broadcasting and promotion hide mistakes of shape and of precision.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

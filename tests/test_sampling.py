@@ -10,13 +10,11 @@ from scipy import stats
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.sampling import (
-    Sampler,
     Sampling,
     choose,
     greedy,
-    row_values,
+    sampler_row,
     target_logits,
-    with_row,
 )
 from tests.support.dense import dense_logits
 from tests.support.serving import engine, model, request, run
@@ -27,10 +25,8 @@ LOGITS = np.random.default_rng(3).normal(scale=2.0, size=VOCABULARY).astype(np.f
 
 def sampler(*samplings, number=0):
     """A sampler with the given rows, made as the engine makes it."""
-    rows = greedy(len(samplings))
-    for row, sampling in enumerate(samplings):
-        rows = with_row(rows, jnp.int32(row), row_values(sampling, number))
-    return rows
+    rows = [sampler_row(sampling, number) for sampling in samplings]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
 
 
 @cache
@@ -96,10 +92,7 @@ def test_top_p_of_one_keeps_everything():
 
 def draws(sampling, count=4000):
     """Draws for positions 0, 1, 2, ... of one request."""
-    temperature, top_k, top_p, key = (
-        jnp.repeat(value[None], count, axis=0) for value in row_values(sampling, 0)
-    )
-    rows = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, key=key)
+    rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, count), sampler_row(sampling, 0))
     logits = jnp.tile(jnp.asarray(LOGITS), (count, 1))
     return np.asarray(compiled()(logits, rows, jnp.arange(count, dtype=jnp.int32)))
 
@@ -151,7 +144,7 @@ def test_greedy_ties_go_to_the_lowest_token():
     position = jnp.zeros(2, jnp.int32)
     assert compiled()(logits, greedy(2), position).tolist() == [1, 0]
     # Also in a batch in which another row is sampled.
-    mixed = with_row(greedy(2), jnp.int32(1), row_values(Sampling(temperature=1.0), 0))
+    mixed = sampler(Sampling(), Sampling(temperature=1.0))
     assert compiled()(logits, mixed, position)[0] == 1
 
 

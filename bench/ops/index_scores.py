@@ -1,21 +1,23 @@
 """Index scores: every position of long histories against T queries."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from bench.roofline import Traffic
 from bench.timing import Step
 from bench.work import Memory, Work, bind
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.index_scores import api
+from pallas_kernels.index_scores.types import Keys, quantise
 
-Operands = tuple[Array, Array, Array, Array]
+Operands = tuple[Array, Array, Keys, Array]
 """Queries, weights, keys, and how many positions are visible."""
 
 IndexWork = Work[tuple[()], list[Operands], Array]
@@ -49,25 +51,29 @@ class IndexScores:
 
     def memory(self) -> Memory:
         """See `work.Case`. Plain jnp keeps the products of every head, in float32."""
-        keys = self.requests * self.positions * self.width * 2
+        exact = self.requests * self.positions * self.width * 4
         products = self.requests * self.queries * self.heads * self.positions * 4
-        return Memory(0, self.calls * (keys + products // self.heads) + 3 * products)
+        return Memory(0, self.calls * (exact // 2 + products // self.heads) + exact + 3 * products)
 
     def build(self, backend: Backend) -> IndexWork:
         """See `work.Case`."""
-        if self.keys != "bf16":
-            raise NotImplementedError(f"index_scores takes no {self.keys} keys")
         heads = (self.requests, self.queries, self.heads)
         seen = jnp.full((self.requests, self.queries), self.positions, jnp.int32)
-        operands = []
+        operands: list[Operands] = []
         for key in jax.random.split(jax.random.key(0), self.calls):
             draw = jax.random.split(key, 3)
             queries = jax.random.normal(draw[0], (*heads, self.width), jnp.bfloat16)
             weights = jax.random.normal(draw[1], heads, jnp.float32)
             shape = (self.requests, self.positions, self.width)
-            keys = jax.random.normal(draw[2], shape, jnp.bfloat16)
-            operands.append((queries, weights, keys, seen))
+            operands.append((queries, weights, _keys(draw[2], shape, self.keys), seen))
         return _work(operands, backend)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _keys(key: Array, shape: tuple[int, int, int], form: str) -> Keys:
+    """Random index keys; fp8 ones from the same numbers as bfloat16 ones."""
+    numbers: Float[Array, "R C width"] = jax.random.normal(key, shape, jnp.bfloat16)
+    return quantise(numbers) if form == "fp8" else numbers
 
 
 def _work(operands: list[Operands], backend: Backend) -> IndexWork:
@@ -98,9 +104,7 @@ CASES: dict[str, IndexScores] = {
 }
 
 
-def shared(
-    inputs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], backend: Backend
-) -> IndexWork:
+def shared(inputs: tuple[np.ndarray, np.ndarray, Any, np.ndarray], backend: Backend) -> IndexWork:
     """A benchmark of the inputs of a shared case."""
-    queries, weights, keys, visible = (jnp.asarray(array) for array in inputs)
+    queries, weights, keys, visible = jax.tree.map(jnp.asarray, tuple(inputs))
     return _work([(queries, weights, keys, visible)], backend)

@@ -18,10 +18,10 @@ from pallas_kernels.common.backends import Backend
 from pallas_kernels.plan import api
 from pallas_kernels.plan.types import PlanInput, PlanResult, PlanTables
 
-Operands = tuple[PlanTables, list[PlanInput]]
-"""The tables before the first step, and what every step wants."""
+Operands = list[PlanInput]
+"""What every step wants."""
 
-PlanWork = Work[PlanTables, Operands, PlanResult]
+PlanWork = Work[PlanTables, Operands, PlanResult | None]
 
 WORD = 4
 
@@ -84,9 +84,10 @@ class Plan:
         tables, pages = warm_tables(traces, sizes, self.capacity)
         steps = plan_steps(traces, sizes, pages)
         return Work(
-            step=_step(bind(api.plan, backend), sizes.page_slots),
-            state=jax.tree.map(jnp.copy, tables),
-            operands=(tables, [_at(steps, number) for number in range(self.calls)]),
+            step=plan_step(bind(api.plan, backend), sizes.page_slots),
+            state=tables,
+            anew=True,  # a second pass over the same selections would miss little
+            operands=[_at(steps, number) for number in range(self.calls)],
             calls=self.calls,
             traffic=Traffic(hbm_bytes=self._bytes()),
             detail={"budget_k": self.budget, "queries": self.queries},
@@ -104,23 +105,28 @@ def _at(steps: PlanInput, number: int) -> PlanInput:
     return jax.tree.map(lambda leaf: leaf[number], steps)
 
 
-def _step(
+def plan_step(
     plan: Callable[..., tuple[PlanResult, PlanTables]], page_slots: int
-) -> Step[PlanTables, Operands, PlanResult]:
-    def step(tables: PlanTables, operands: Operands, call: int) -> tuple[PlanTables, PlanResult]:
-        first, steps = operands
-        # Every chain starts anew: a second pass over the same selections would miss little. That
-        # costs a copy of the tables per chain, 3 us per call with 128 requests.
-        tables = tables if call else first
-        result, tables = plan(steps[call], tables, page_slots=page_slots)
-        return tables, result
+) -> Step[PlanTables, Operands, PlanResult | None]:
+    """A step of a chain, which keeps the last result.
+
+    The tables after a step depend on all of it, so no step can be dropped; and within a program
+    that uses it a result is no output: handing ten arrays out takes longer than making them.
+    """
+
+    def step(
+        tables: PlanTables, operands: Operands, call: int
+    ) -> tuple[PlanTables, PlanResult | None]:
+        result, tables = plan(operands[call], tables, page_slots=page_slots)
+        return tables, result if call + 1 == len(operands) else None
 
     return step
 
 
-def _fetched(k: int, _: PlanTables, results: list[PlanResult]) -> dict[str, float]:
-    """Misses and staged records per request in units of K, mean over the last chain."""
-    mean = lambda field: float(np.mean([getattr(result.counts, field) for result in results])) / k
+def _fetched(k: int, _: PlanTables, results: list[PlanResult | None]) -> dict[str, float]:
+    """Misses and staged records per request in units of K, in the last step of a chain."""
+    counts = [result.counts for result in results if result is not None]
+    mean = lambda field: float(np.mean([getattr(each, field) for each in counts])) / k
     return {"fetched_k": mean("fetched"), "staged_k": mean("staged")}
 
 
@@ -138,9 +144,10 @@ def shared(inputs: tuple[PlanInput, PlanTables, int], backend: Backend) -> PlanW
     requests, queries, k = wanted.selection.shape
     slots = int((wanted.pages >= 0).sum()) * page_slots
     return Work(
-        step=_step(bind(api.plan, backend), page_slots),
-        state=jax.tree.map(jnp.copy, tables),
-        operands=(tables, [wanted]),
+        step=plan_step(bind(api.plan, backend), page_slots),
+        state=tables,
+        anew=True,
+        operands=[wanted],
         calls=1,
         traffic=Traffic(hbm_bytes=WORD * (4 * requests * queries * k + 2 * slots)),
         inspect=partial(_fetched, k),

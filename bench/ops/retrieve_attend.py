@@ -232,7 +232,13 @@ CASES = _cases()
 
 
 def shared(inputs: Inputs, backend: Backend) -> FusedWork:
-    """A benchmark of the inputs of a shared case."""
+    """A benchmark of the inputs of a shared case.
+
+    Raises:
+        NotImplementedError: if the case moves slots too.
+    """
+    if inputs.moves is not None:
+        raise NotImplementedError("moves are a launch of their own, timed as retrieve")
     alone = sparse_attention.shared(inputs.after, default_backend("sparse_attention"))
     after = inputs.after
     names = ("offset", "row_format", "value_width", "scale")

@@ -2,6 +2,7 @@
 
 main        entry point: sub-commands, errors to one line, exit codes
 options     every option, with its help text
+checks      what an option refuses
 decode      `dhisparse decode`: continue texts
 evaluate    `dhisparse evaluate`: bits per byte of files
 verify_hf   `dhisparse verify-hf`: compare with a reference's logits

@@ -32,6 +32,7 @@ class DecodeOptions:
     prompt_files: tuple[str, ...]
     max_new_tokens: int
     hierarchy: opt.HierarchyOptions
+    draft: opt.DraftOptions
     sampling: opt.SamplingOptions
     json: Path | None
     trace_dir: Path | None
@@ -45,6 +46,8 @@ def decode(  # noqa: PLR0913  # one parameter an option
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
+    draft: opt.Draft = opt.NO_DRAFT,
+    draft_length: opt.DraftLength = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
     top_p: opt.TopP = 1.0,
@@ -65,6 +68,7 @@ def decode(  # noqa: PLR0913  # one parameter an option
             prompt_files=tuple(prompt_file or ()),
             max_new_tokens=max_new_tokens,
             hierarchy=opt.HierarchyOptions(policy, hot_rows, batch),
+            draft=opt.DraftOptions.of(draft, draft_length),
             sampling=opt.SamplingOptions(temperature, top_k, top_p, seed),
             json=json,
             trace_dir=trace_dir,
@@ -99,7 +103,7 @@ def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile |
     out, err = Console(), Console(stderr=True)
     with err.status(f"loading {options.model}") if err.is_terminal else contextlib.nullcontext():
         loaded, requests, engine = prepare(options, prompts)
-    setting = setting_of(loaded, options.hierarchy.policy)
+    setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
     record = RunRecord.of(requests)
     stopped: BaseException | None = None
     try:
@@ -108,6 +112,8 @@ def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile |
     except (KeyboardInterrupt, BrokenPipeError) as error:
         stopped = error
         record.interrupt()
+    if stopped is None:  # it takes a moment, which an interrupt does not give
+        record.draft_seconds = record.steps * engine.draft_step_seconds()
     if output:
         output.write(decode_document(setting, record, engine.sizes))
     # A single text is alone on standard output, so that it can be piped.
@@ -123,9 +129,10 @@ def prepare(
     options: DecodeOptions, prompts: Sequence[Prompt]
 ) -> tuple["LoadedModel", list["Request"], "Engine"]:
     """Load the model, encode the prompts, and make an engine that they fit into."""
-    from dhisparse_jax.cli.session import load_model, make_engine
+    from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
     loaded = load_model(options.model, options.dtype)
+    draft = load_draft(options.draft, loaded)
     if not prompts:
         prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))
     requests = [make_request(options, loaded, prompt) for prompt in prompts]
@@ -135,6 +142,9 @@ def prepare(
         options.hierarchy,
         requests=len(requests),
         positions=min(positions, loaded.context),
+        queries=draft.drafter.length + 1,
+        draft=draft,
+        auto=options.draft.auto,
     )
     return loaded, requests, engine
 

@@ -1,6 +1,5 @@
 """Every option, written once, with its unit and its default. Knows nothing about what they do."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -8,11 +7,22 @@ from typing import Annotated
 
 import typer
 
+from dhisparse_jax.cli.checks import (
+    AUTO,
+    count,
+    draft_length,
+    not_negative,
+    probability,
+    seed_value,
+)
+
 HIERARCHY = "KV hierarchy"
+SPECULATION = "Speculation"
 SAMPLING = "Sampling"
 OUTPUT = "Output"
 
 BUNDLED_MODEL = "tiny"
+NO_DRAFT = "none"
 MOST_AT_ONCE = 8
 
 
@@ -47,6 +57,27 @@ class HierarchyOptions:
 
 
 @dataclass(frozen=True)
+class DraftOptions:
+    """The options of speculation, as given.
+
+    Attributes:
+        name: of a bundled draft, a checkpoint folder, or NO_DRAFT.
+        length: tokens to propose per step; None: as many as the draft can.
+        auto: verify as many of them as pay, instead of all.
+    """
+
+    name: str = NO_DRAFT
+    length: int | None = None
+    auto: bool = False
+
+    @classmethod
+    def of(cls, name: str, length: str | None) -> "DraftOptions":
+        """From the two options; `length` is a number or AUTO."""
+        auto = length == AUTO
+        return cls(name, None if length is None or auto else int(length), auto)
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """The options of sampling, as given; `dhisparse_jax.sampling.Sampling` says what they mean."""
 
@@ -54,37 +85,6 @@ class SamplingOptions:
     top_k: int
     top_p: float
     seed: int
-
-
-# Checks, instead of typer's own ranges: those let NaN through, and do not repeat the value.
-
-
-def count(value: int | None) -> int | None:
-    """Refuse less than 1; None is an option that was not given."""
-    if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} is less than 1")
-    return value
-
-
-def not_negative(value: float) -> float:
-    """Refuse less than 0, NaN and infinity."""
-    if not (math.isfinite(value) and value >= 0):
-        raise typer.BadParameter(f"{value} is not a number of at least 0")
-    return value
-
-
-def probability(value: float) -> float:
-    """Refuse what is not above 0 and at most 1."""
-    if not 0 < value <= 1:
-        raise typer.BadParameter(f"{value} is not above 0 and at most 1")
-    return value
-
-
-def seed_value(value: int) -> int:
-    """Refuse what does not fit the 32 bits of a seed."""
-    if not 0 <= value < 2**32:
-        raise typer.BadParameter(f"{value} is not in the range 0 to {2**32 - 1}")
-    return value
 
 
 Model = Annotated[
@@ -132,6 +132,30 @@ Batch = Annotated[
         help="Requests at the same time; others wait until one ends. Default: all, at most "
         f"{MOST_AT_ONCE}.",
         rich_help_panel=HIERARCHY,
+    ),
+]
+
+# How several tokens come out of one step
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="none|dflash|dflash2|dspark|DIR",
+        help="A small model that proposes tokens, which the model verifies together: a bundled "
+        "one, or the folder of a checkpoint made for this model. Greedy tokens are the same with "
+        "every draft, sampled ones have the same distribution.",
+        rich_help_panel=SPECULATION,
+    ),
+]
+DraftLength = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-length",
+        metavar="N|auto",
+        callback=draft_length,
+        help="Tokens to propose per step; auto: verify as many as pay at the measured speed, so "
+        "that sampled texts are not repeatable. Default: as many as the draft can.",
+        rich_help_panel=SPECULATION,
     ),
 ]
 

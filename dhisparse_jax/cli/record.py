@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dhisparse_jax.engine.events import (
+    Acceptance,
     Event,
     Finished,
     NewTokens,
@@ -54,6 +55,9 @@ class RunRecord:
         requests: in the order that they were given.
         steps: decode steps.
         totals: what the steps read, over all of them.
+        acceptance: how far the target followed the draft.
+        draft_seconds: the part of `decode_seconds` that the draft took: steps times the time of a
+            proposal and its commit, measured by themselves after the run. None: not measured.
         prefill_seconds: wall time of prefill and of each request's first token.
         decode_seconds: wall time of decode steps.
         first_step_seconds: the part of `decode_seconds` up to the end of the first step.
@@ -63,6 +67,8 @@ class RunRecord:
     requests: list[RequestRecord]
     steps: int = 0
     totals: StepMetrics = field(default_factory=StepMetrics)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    draft_seconds: float | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     first_step_seconds: float = 0.0
@@ -91,9 +97,10 @@ class RunRecord:
                 self.requests[request].tokens.extend(tokens)
             case Finished(request, reason):
                 self.requests[request].finish_reason = reason
-            case StepDone(_, metrics):
+            case StepDone(_, metrics, acceptance):
                 self.steps += 1
                 self.totals += metrics
+                self.acceptance += acceptance
                 if self.steps == 1:
                     self.first_step_seconds = self.decode_seconds
 
@@ -111,6 +118,13 @@ class RunRecord:
     def seconds(self) -> float:
         """Wall time of the run: prefill, decode and their compilation; not loading."""
         return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def verify_seconds(self) -> float | None:
+        """The part of `decode_seconds` that is not the draft's."""
+        if self.draft_seconds is None:
+            return None
+        return max(self.decode_seconds - self.draft_seconds, 0.0)
 
     @property
     def tokens_per_s(self) -> float:

@@ -55,6 +55,10 @@ def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> di
             "decode_seconds": record.decode_seconds,
             "steady_tokens_per_s": record.steady_tokens_per_s,
             "steps": record.steps,
+            "accept_length": record.acceptance.length,
+            "accept_by_position": list(record.acceptance.by_position),
+            "draft_seconds": record.draft_seconds,
+            "verify_seconds": record.verify_seconds,
             "selected_rows": record.totals.selected_rows,
             "fetched_rows": record.totals.fetched_rows,
             "fetched_share": record.fetched_share,
@@ -62,6 +66,7 @@ def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> di
             "host_bytes": sizes.host_bytes,
             "hot_bytes": sizes.hot_bytes,
             "tail_bytes": sizes.tail_bytes,
+            "draft_bytes": sizes.draft_bytes,
         },
     }
 

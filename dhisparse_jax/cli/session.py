@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dhisparse_jax.cli.options import MOST_AT_ONCE, DtypeName, HierarchyOptions, PolicyName
+from dhisparse_jax.cli.options import (
+    MOST_AT_ONCE,
+    NO_DRAFT,
+    DraftOptions,
+    DtypeName,
+    HierarchyOptions,
+    PolicyName,
+)
 from dhisparse_jax.cli.prompts import Prompt
 from dhisparse_jax.cli.report import Setting
 from dhisparse_jax.errors import UserError
@@ -15,6 +22,8 @@ if TYPE_CHECKING:
     from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.engine.events import Event
     from dhisparse_jax.models.registry import LoadedModel
+    from dhisparse_jax.speculation.protocol import Draft, Drafter
+    from dhisparse_jax.speculation.schedule import Rule
 
 LEAST_TAIL = 16
 
@@ -24,6 +33,29 @@ def load_model(name: str, dtype: DtypeName = DtypeName.FLOAT32) -> "LoadedModel"
     from dhisparse_jax.models import registry
 
     return registry.load(name, dtype.value)
+
+
+def load_draft(options: DraftOptions, loaded: "LoadedModel") -> "Draft":
+    """Load a draft for a model. Raises UserError where there is none that fits."""
+    from dhisparse_jax.speculation import protocol
+
+    if options.name == NO_DRAFT:
+        if options.length is not None or options.auto:
+            raise UserError("--draft-length needs a draft; name one with --draft")
+        return protocol.NO_DRAFT
+    from dhisparse_jax.models.draft import registry
+
+    drafter, params = registry.load_draft(options.name, loaded, options.length)
+    return protocol.Draft(drafter=drafter, params=params)
+
+
+def rule_of(drafter: "Drafter", auto: bool) -> "Rule":
+    """How many proposals are verified: all, or those that pay."""
+    from dhisparse_jax.speculation.schedule import Rule
+
+    if not auto:
+        return Rule.ALL
+    return Rule.STALE if drafter.estimates_confidence else Rule.HISTORY
 
 
 def encode(loaded: "LoadedModel", prompt: Prompt) -> tuple[int, ...]:
@@ -44,6 +76,8 @@ def make_engine(
     requests: int,
     positions: int,
     queries: int = 1,
+    draft: "Draft | None" = None,
+    auto: bool = False,
 ) -> "Engine":
     """An engine with room for the work at hand.
 
@@ -52,7 +86,9 @@ def make_engine(
         options: policy and sizes.
         requests: how many requests there are.
         positions: tokens of the longest request, prompt and new ones.
-        queries: tokens per request and step, where they are known beforehand.
+        queries: tokens per request and step: known ones, or the anchor and what a draft proposes.
+        draft: what proposes tokens; None: nothing.
+        auto: verify as many of them as pay.
 
     Raises:
         UserError: the pools do not fit into memory.
@@ -60,6 +96,7 @@ def make_engine(
     from dhisparse_jax.config import HierarchyConfig, Policy
     from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.engine.memory import default_hot_rows
+    from dhisparse_jax.speculation import protocol
 
     geometry = loaded.model.geometry
     rows = options.batch or min(requests, MOST_AT_ONCE)
@@ -74,7 +111,9 @@ def make_engine(
         hot_rows=options.hot_rows or default_hot_rows(geometry, rows, capacity),
         tail=max(LEAST_TAIL, 2 * queries),
     )
-    return Engine(loaded.model, loaded.params, config)
+    draft = draft or protocol.NO_DRAFT
+    rule = rule_of(draft.drafter, auto)
+    return Engine(loaded.model, loaded.params, config, draft=draft, rule=rule)
 
 
 def teacher_force(
@@ -86,7 +125,7 @@ def teacher_force(
     return forced_logits(engine, tokens, split)
 
 
-def setting_of(loaded: "LoadedModel", policy: PolicyName) -> Setting:
+def setting_of(loaded: "LoadedModel", policy: PolicyName, draft: str = NO_DRAFT) -> Setting:
     """What the run runs with."""
     import jax
 
@@ -95,4 +134,5 @@ def setting_of(loaded: "LoadedModel", policy: PolicyName) -> Setting:
         backend=jax.default_backend(),
         jax_version=jax.__version__,
         policy=policy.value,
+        draft=draft,
     )

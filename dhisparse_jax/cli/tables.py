@@ -75,10 +75,12 @@ def _moved(record: RunRecord) -> list[tuple[str, str]]:
 def _speed(record: RunRecord) -> list[tuple[str, str]]:
     return [
         ("steps", f"{record.steps:,}"),
+        ("tokens per step and request", f"{record.acceptance.length:.2f}"),
         ("output tokens", f"{record.output_tokens:,}"),
         ("seconds", f"{record.seconds:.1f}"),
         ("  in prefill", f"{record.prefill_seconds:.1f}"),
         ("  in decode", f"{record.decode_seconds:.1f}"),
+        ("    of it by the draft", f"{record.draft_seconds or 0.0:.1f}"),
         ("tokens/s", f"{record.tokens_per_s:.1f}"),
         ("  after the first step", f"{record.steady_tokens_per_s:.1f}"),
     ]

@@ -3,6 +3,7 @@
 request.py   what a caller asks for
 events.py    what the engine reports while it runs
 memory.py    sizes of the state, and whether they fit
+meter.py     seconds of a step and of a fetched byte, for the schedule of verification
 compiled.py  the jitted functions of one engine
 engine.py    continuous batching over a fixed number of request rows
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path

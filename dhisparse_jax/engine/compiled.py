@@ -13,12 +13,29 @@ from dhisparse_jax import prefill
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.model import Params, ServedModel
-from dhisparse_jax.sampling import Sampler, choose, with_row
-from dhisparse_jax.step import decode_step, finish_step, forward
+from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
+from dhisparse_jax.pytree import state as pytree
+from dhisparse_jax.sampling import Sampler, choose
+from dhisparse_jax.speculation.protocol import Drafter, DraftState
+from dhisparse_jax.speculation.schedule import Load, join_load
+from dhisparse_jax.step import Speculation, Texts, decode_steps, finish_step, forward
 
 if TYPE_CHECKING:
     from dhisparse_jax.prefill import OpenPrompt, Prompt
+
+
+@pytree
+class Hidden:
+    """Residual stream of a prompt in prefill.
+
+    Attributes:
+        now: after the last finished group; row = position, P rows, the capacity in whole chunks.
+        taps: after each tapped layer, of the newest positions: position p is in row p mod Q, where
+            Q is a number of whole chunks.
+    """
+
+    now: Float[Array, "P D"]
+    taps: Float[Array, "taps Q D"]
 
 
 class Compiled:
@@ -28,17 +45,37 @@ class Compiled:
         model: the served model.
         cfg: sizes of the hierarchy.
         chunk: prompt tokens per prefill call.
+        speculation: who proposes tokens.
+        steps: decode steps per call of `step`.
+
+    Attributes:
+        tap_rows: newest positions of a prompt whose tapped hidden states are kept: what the drafter
+            reads, in whole chunks.
     """
 
-    def __init__(self, model: ServedModel, cfg: HierarchyConfig, chunk: int) -> None:
-        self.chunk = chunk
-        self.step = jax.jit(partial(decode_step, model, cfg), donate_argnums=1)
+    def __init__(
+        self,
+        model: ServedModel,
+        cfg: HierarchyConfig,
+        chunk: int,
+        speculation: Speculation,
+        steps: int = 1,
+    ) -> None:
+        self.chunk, drafter = chunk, speculation.drafter
+        room = prefill.padded_capacity(cfg, chunk)
+        window = room if drafter.window is None else drafter.window
+        # The oldest chunk is overwritten by the newest, which may hold a single token.
+        self.tap_rows = min(room, (-(-window // chunk) + 1) * chunk)
+        step = partial(decode_steps, steps, model, speculation, cfg)
+        self.step = jax.jit(step, donate_argnums=3)
         self.forward = jax.jit(partial(forward, model, cfg), donate_argnums=1)
         self.finish = jax.jit(lambda state, n: finish_step(state, cfg, n), donate_argnums=0)
-        self.embed = jax.jit(lambda params, tokens: model.embed(params, tokens[None])[0])
+        self.embed = jax.jit(partial(_embed, model, len(drafter.taps), self.tap_rows))
         self.logits = jax.jit(partial(_logits, model, chunk))
         self.prefill = jax.jit(
-            partial(_prefill_chunk, model, cfg, chunk), static_argnums=1, donate_argnums=(2, 3)
+            partial(_prefill_chunk, model, cfg, chunk, drafter.taps),
+            static_argnums=1,
+            donate_argnums=(2, 3),
         )
         self.empty_prompt = jax.jit(
             lambda pool: prefill.empty_prompt(cfg, pool, chunk),
@@ -51,12 +88,23 @@ class Compiled:
         self.leave = jax.jit(lambda state, row: requests.leave(state, cfg, row), donate_argnums=0)
         self.admit = jax.jit(partial(_admit, cfg), static_argnums=1, donate_argnums=0)
         self.first_token = jax.jit(partial(_first_token, model))
+        self.draft_step = jax.jit(partial(_draft_step, model, drafter))
+        self.draft_prompt = jax.jit(partial(_draft_prompt, drafter, chunk), donate_argnums=1)
+        self.draft_reset = jax.jit(lambda *args: drafter.reset(*args), donate_argnums=0)
         # A function of its own: jit caches by function, so engines would share and count one.
-        self.set_sampler = jax.jit(lambda *args: with_row(*args), donate_argnums=0)
+        self.set_text = jax.jit(lambda *args: _set_text(*args), donate_argnums=(0, 1))
 
     def traces(self) -> int:
         """How many programs the jitted functions hold: constant after warm-up."""
         return sum(f._cache_size() for f in vars(self).values() if hasattr(f, "_cache_size"))
+
+
+def _embed(
+    model: ServedModel, taps: int, tap_rows: int, params: Params, tokens: Int[Array, " P"]
+) -> Hidden:
+    """A prompt before the first group."""
+    x = model.embed(params, tokens[None])[0]
+    return Hidden(now=x, taps=jnp.zeros((taps, tap_rows, x.shape[1]), x.dtype))
 
 
 def _logits(
@@ -73,12 +121,53 @@ def _first_token(
     hidden: Float[Array, "P D"],
     length: Int[Array, ""],
     sampler: Sampler,
-    row: Int[Array, ""],
 ) -> Int[Array, ""]:
-    """The token after a prompt of `length` tokens, chosen as request row `row` chooses."""
+    """The token after a prompt of `length` tokens; `sampler` has one row."""
     logits = model.logits(params, hidden[length - 1][None, None])[0]
-    mine = jax.tree.map(lambda leaf: leaf[row][None], sampler)
-    return choose(logits, mine, length[None])[0]
+    return choose(logits, sampler, length[None])[0]
+
+
+def _set_text(texts: Texts, load: Load, row: Int[Array, ""], text: Texts) -> tuple[Texts, Load]:
+    """Row `row` writes the one row of `text` from now on."""
+    put = lambda every, one: every.at[row].set(one[0])
+    return jax.tree.map(put, texts, text), join_load(load, row)
+
+
+def _draft_step(
+    model: ServedModel,
+    drafter: Drafter,
+    params: Params,
+    draft_params: Params,
+    state: DraftState,
+    texts: Texts,
+    length: Int[Array, " R"],
+) -> DraftState:
+    """What the drafter does in a step, by itself; embeddings stand in for the target's features."""
+    proposal = drafter.propose(draft_params, state, texts.anchor, length, texts.sampler)
+    x = model.embed(params, jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1))
+    features = jnp.concatenate([x] * len(drafter.taps), axis=-1)
+    count = jnp.full_like(length, x.shape[1])
+    return drafter.commit(draft_params, state, features, length, count)
+
+
+def _draft_prompt(
+    drafter: Drafter,
+    chunk: int,
+    params: Params,
+    state: DraftState,
+    row: Int[Array, ""],
+    taps: Float[Array, "taps Q D"],
+    start: Int[Array, ""],
+    length: Int[Array, ""],
+) -> DraftState:
+    """Give the drafter the positions from `start` to `start + chunk` of a prompt of `length`."""
+    piece = lax.dynamic_slice_in_dim(taps, start % taps.shape[1], chunk, axis=1)
+    features = jnp.moveaxis(piece, 0, 1).reshape(1, chunk, -1)
+    mine = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), state)
+    count = jnp.minimum(length - start, chunk)
+    mine = drafter.commit(params, mine, features, start[None], count[None])
+    put = lambda every, one: lax.dynamic_update_slice_in_dim(every, one, row, axis=0)
+    return jax.tree.map(put, state, mine)
 
 
 def _admit(
@@ -88,16 +177,17 @@ def _admit(
     return requests.admit_prompt(state, cfg, pool, row, records, keys)
 
 
-def _prefill_chunk(
+def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with
     model: ServedModel,
     cfg: HierarchyConfig,
     chunk: int,
+    taps: tuple[int, ...],
     params: Params,
     pool: int,
-    hidden: Float[Array, "P D"],
+    hidden: Hidden,
     prompt: "Prompt",
     start: Int[Array, ""],
-) -> tuple[Float[Array, "P D"], "Prompt"]:
+) -> tuple[Hidden, "Prompt"]:
     """One chunk of a prompt through one group; `hidden` is updated in place."""
 
     def attend_it(
@@ -108,8 +198,14 @@ def _prefill_chunk(
     ) -> tuple[Float[Array, "1 T H value"], "OpenPrompt"]:
         return prefill.attend_prompt(opened, cfg, layer, row, query)
 
-    x = lax.dynamic_slice_in_dim(hidden, start, chunk)[None]
+    x = lax.dynamic_slice_in_dim(hidden.now, start, chunk)[None]
     positions = start + jnp.arange(chunk, dtype=jnp.int32)[None]
     open_it = partial(prefill.open_prompt, prompt, cfg, start)
-    x, opened = model.run_group(params, pool, x, positions, open_it, attend_it)
-    return lax.dynamic_update_slice_in_dim(hidden, x[0], start, axis=0), opened.prompt
+    places = places_of(cfg.geometry, pool, taps)
+    x, tapped, opened = model.run_group(params, pool, x, positions, open_it, attend_it, places)
+    now = lax.dynamic_update_slice_in_dim(hidden.now, x[0], start, axis=0)
+    kept = hidden.taps
+    for layer, stream in zip(layers_of(cfg.geometry, pool, places), tapped, strict=True):
+        at = (jnp.int32(taps.index(layer)), start % kept.shape[1], jnp.int32(0))
+        kept = lax.dynamic_update_slice(kept, stream.astype(kept.dtype), at)
+    return Hidden(now=now, taps=kept), opened.prompt

@@ -1,17 +1,19 @@
 """Continuous batching over a fixed number of request rows."""
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.compiled import Compiled
+from dhisparse_jax.engine.compiled import Compiled, Hidden
 from dhisparse_jax.engine.events import (
     Event,
     Finished,
@@ -19,14 +21,20 @@ from dhisparse_jax.engine.events import (
     NewTokens,
     PrefillProgress,
     StepDone,
+    step_acceptance,
     step_metrics,
 )
 from dhisparse_jax.engine.memory import check_memory
+from dhisparse_jax.engine.meter import Meter, seconds_of
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
-from dhisparse_jax.sampling import greedy, row_values
+from dhisparse_jax.sampling import sampler_row
+from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, check_draft
+from dhisparse_jax.speculation.schedule import Rule, init_load
+from dhisparse_jax.step import MAX_STOPS, DecodeState, Speculation, StepOutput, Texts, no_texts
+from pallas_kernels.common.ids import NO_SLOT
 
 PREFILL_CHUNK = 256
 
@@ -48,14 +56,22 @@ class Engine:
         params: its weights.
         cfg: sizes of the hierarchy.
         chunk: prompt tokens per prefill call.
+        draft: proposes tokens; by default none, so that a step gives one token.
+        rule: how many of the proposed tokens are verified.
+        steps: decode steps in one dispatch. A request that ends inside one idles until its end.
 
     Attributes:
         state: the hierarchy, between steps.
+        draft_state: what the drafter keeps of every request.
+        load: what the last steps were like, for the rule.
+        texts: what every row is writing.
+        meter: what the machine does, for the rule.
         sizes: bytes of its parts.
         compiled: the jitted functions.
 
     Raises:
-        UserError: if the state does not fit into memory, or exceeds the model's context.
+        UserError: if the state does not fit into memory, or exceeds the model's context, or the
+            drafter does not fit the model or the hierarchy.
     """
 
     def __init__(
@@ -64,22 +80,30 @@ class Engine:
         params: Params,
         cfg: HierarchyConfig,
         chunk: int = PREFILL_CHUNK,
+        draft: Draft = NO_DRAFT,
+        rule: Rule = Rule.ALL,
+        steps: int = 1,
     ) -> None:
         if cfg.capacity > model.context:
             raise UserError(
                 f"a capacity of {cfg.capacity} positions exceeds the model's context of "
                 f"{model.context}"
             )
-        self.sizes = check_memory(cfg)
+        check_draft(draft.drafter, cfg)
+        self.sizes = check_memory(cfg, draft.drafter)
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
         commit = partial(jax.device_put, device=jax.devices()[0])
         self.model, self.params, self.cfg = model, commit(params), cfg
-        self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity))
+        self.drafter, self.draft_params = draft.drafter, commit(draft.params)
+        speculation = Speculation(draft.drafter, rule)
+        self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, steps)
         self.state: HierarchyState = init(cfg)
+        self.draft_state = commit(draft.drafter.init(cfg.requests))
+        self.load = commit(init_load(cfg.requests, draft.drafter.length))
+        self.texts = commit(no_texts(cfg.requests))
+        self.meter = Meter(cfg, self.state) if rule is not Rule.ALL else Meter(cfg)
         self._rows: list[_Running | None] = [None] * cfg.requests
-        self._tokens = commit(jnp.zeros(cfg.requests, jnp.int32))
-        self._sampler = commit(greedy(cfg.requests))
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Run the requests in order, as many at a time as there are rows.
@@ -87,8 +111,14 @@ class Engine:
         Stopping the iteration early abandons what is running; the engine stays usable.
 
         Raises:
-            UserError: if a prompt leaves no position to write to.
+            UserError: if a prompt leaves no position to write to, or the hierarchy has not one
+                verify query more than the draft proposes tokens.
         """
+        if self.cfg.queries != self.drafter.length + 1:
+            raise UserError(
+                f"the hierarchy has {self.cfg.queries} verify queries per step, but a draft of "
+                f"{self.drafter.length} tokens needs {self.drafter.length + 1}"
+            )
         for request in requests:
             self._check(request)
         waiting = deque(_Running(number, request) for number, request in enumerate(requests))
@@ -98,8 +128,7 @@ class Engine:
                 while waiting and None in self._rows:
                     yield from self._start(self._rows.index(None), waiting.popleft())
                 if any(self._rows):
-                    steps += 1
-                    yield from self._step(steps)
+                    steps += yield from self._step(steps)
         finally:
             for row, running in enumerate(self._rows):
                 if running is not None:
@@ -109,6 +138,8 @@ class Engine:
         self, row: int, number: int, tokens: Sequence[int]
     ) -> Generator[Event, None, Float[Array, "P D"]]:
         """Prefill a prompt into a free row, group by group; returns its final hidden states.
+
+        The drafter gets the prompt too.
 
         The row is active afterwards, with `len(tokens)` committed positions.
         """
@@ -130,11 +161,34 @@ class Engine:
                 yield PrefillProgress(number, done, total)
             self.state = self.compiled.admit(self.state, pool, where, prompt)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
-        return hidden
+        self._draft_prompt(where, hidden, len(tokens))
+        return hidden.now
+
+    def _draft_prompt(self, row: Int[Array, ""], hidden: Hidden, length: int) -> None:
+        """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
+        self.draft_state = self.compiled.draft_reset(self.draft_state, row)
+        chunk = self.compiled.chunk
+        kept = -(-length // chunk) * chunk - self.compiled.tap_rows
+        for start in range(max(0, kept), length, chunk):
+            where = (jnp.int32(start), jnp.int32(length))
+            self.draft_state = self.compiled.draft_prompt(
+                self.draft_params, self.draft_state, row, hidden.taps, *where
+            )
 
     def leave(self, row: int) -> None:
         """Free a row that `prefill` occupied."""
         self.state = self.compiled.leave(self.state, jnp.int32(row))
+
+    def draft_step_seconds(self) -> float:
+        """Seconds of a proposal and its commit by themselves; 0 without a draft.
+
+        In a step they are part of one program with everything else, whose parts the host cannot
+        time. The state stays as it is.
+        """
+        if self.drafter.length == 0:
+            return 0.0
+        inputs = (self.params, self.draft_params, self.draft_state, self.texts, self.state.length)
+        return seconds_of(lambda: self.compiled.draft_step(*inputs))
 
     def _check(self, request: Request) -> None:
         room = self.cfg.capacity
@@ -149,40 +203,80 @@ class Engine:
                     f"{request.name}: token {token} is outside the vocabulary of "
                     f"{self.model.vocabulary}"
                 )
+        if len(request.stop) > MAX_STOPS:
+            raise UserError(
+                f"{request.name}: {len(request.stop)} stop tokens; at most {MAX_STOPS} are possible"
+            )
 
     def _start(self, row: int, running: _Running) -> Iterator[Event]:
         """Prefill a request and choose its first token."""
         self._rows[row] = running
         tokens = running.request.prompt
         hidden = yield from self.prefill(row, running.number, tokens)
-        values = row_values(running.request.sampling, running.number)
-        self._sampler = self.compiled.set_sampler(self._sampler, jnp.int32(row), values)
-        first = self.compiled.first_token(
-            self.params, hidden, jnp.int32(len(tokens)), self._sampler, jnp.int32(row)
+        text = self._text(running)
+        first = self.compiled.first_token(self.params, hidden, jnp.int32(len(tokens)), text.sampler)
+        text = dataclasses.replace(text, anchor=first[None])
+        self.texts, self.load = self.compiled.set_text(self.texts, self.load, jnp.int32(row), text)
+        yield from self._deliver(row, (int(first),))
+
+    def _text(self, running: _Running) -> Texts:
+        """What a request is to write, as the one row of a `Texts`; its anchor is not known yet."""
+        request = running.request
+        last = len(request.prompt) + request.max_new_tokens - 1
+        stop = (*request.stop, *(NO_SLOT,) * (MAX_STOPS - len(request.stop)))
+        return Texts(
+            anchor=jnp.zeros(1, jnp.int32),
+            end=jnp.asarray([min(last, self.cfg.capacity - 1)], jnp.int32),
+            stop=jnp.asarray([stop], jnp.int32),
+            sampler=sampler_row(request.sampling, running.number),
         )
-        self._tokens = self._tokens.at[row].set(first)
-        yield from self._deliver(row, int(first))
 
-    def _step(self, number: int) -> Iterator[Event]:
-        """One decode step for every running request."""
-        with jax.profiler.StepTraceAnnotation("decode_step", step_num=number):
-            output, self.state = self.compiled.step(
-                self.params, self.state, self._tokens, self._sampler
-            )
-            self._tokens = output.tokens
-            tokens, counts = jax.device_get((output.tokens, output.counts))
-        yield StepDone(number, step_metrics(self.cfg, counts))
-        for row, running in enumerate(self._rows):
-            if running is not None:
-                yield from self._deliver(row, int(tokens[row]))
+    def _step(self, number: int) -> Generator[Event, None, int]:
+        """One dispatch: some decode steps for every running request; returns how many.
 
-    def _deliver(self, row: int, token: int) -> Iterator[Event]:
-        """Report a new token; free the row if it was the last one."""
+        Args:
+            number: steps done before.
+        """
+        with jax.profiler.StepTraceAnnotation("decode_step", step_num=number + 1):
+            begin = time.perf_counter()
+            output = self._dispatch()
+            emitted: Any = jax.device_get(output)
+            self.meter.add(time.perf_counter() - begin, emitted.records)
+        steps = int(emitted.count.any(axis=1).sum())  # after the end of the last request, none
+        for step in range(steps):
+            now = jax.tree.map(lambda leaf, step=step: leaf[step], emitted)
+            yield self._done(number + step + 1, now)
+            for row, running in enumerate(self._rows):
+                if running is not None:
+                    yield from self._deliver(row, tuple(now.tokens[row, : now.count[row]].tolist()))
+        return steps
+
+    def _dispatch(self) -> StepOutput:
+        state = DecodeState(
+            hierarchy=self.state, draft=self.draft_state, load=self.load, texts=self.texts
+        )
+        output, state = self.compiled.step(
+            self.params, self.draft_params, self.meter.profile, state
+        )
+        self.state, self.draft_state = state.hierarchy, state.draft
+        self.load, self.texts = state.load, state.texts
+        return output
+
+    def _done(self, number: int, output: Any) -> StepDone:  # noqa: ANN401
+        """What a step did; `output` is its `StepOutput` with NumPy arrays."""
+        return StepDone(
+            step=number,
+            metrics=step_metrics(self.cfg, output.records),
+            acceptance=step_acceptance(output.count, output.verified, self.drafter.length),
+        )
+
+    def _deliver(self, row: int, tokens: tuple[int, ...]) -> Iterator[Event]:
+        """Report new tokens; free the row if the last one ended the request."""
         running = self._rows[row]
         assert running is not None  # callers pass occupied rows
-        running.produced += 1
-        yield NewTokens(running.number, (token,))
-        reason = self._finished(running, token)
+        running.produced += len(tokens)
+        yield NewTokens(running.number, tokens)
+        reason = self._finished(running, tokens[-1])
         if reason is not None:
             self._free(row)
             yield Finished(running.number, reason)

@@ -1,7 +1,11 @@
 """What the engine reports while it runs. Requests are named by their number in the run."""
 
 import dataclasses
+import itertools
 from typing import Literal
+
+import numpy as np
+from jaxtyping import Int
 
 from dhisparse_jax.config import HierarchyConfig
 from pallas_kernels.plan.types import PlanCounts
@@ -60,11 +64,48 @@ class StepMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """How far the target followed the draft.
+
+    Attributes:
+        blocks: verified blocks, one per running request and step.
+        verified: how many of them verified their first, second, ... proposal.
+        accepted: how many of them accepted it, and so all before it.
+    """
+
+    blocks: int = 0
+    verified: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        """Sum, place by place."""
+        add = lambda mine, theirs: tuple(
+            a + b for a, b in itertools.zip_longest(mine, theirs, fillvalue=0)
+        )
+        return Acceptance(
+            blocks=self.blocks + other.blocks,
+            verified=add(self.verified, other.verified),
+            accepted=add(self.accepted, other.accepted),
+        )
+
+    @property
+    def length(self) -> float:
+        """Tokens per block: accepted proposals and one more; 0 without any block."""
+        return 1.0 + sum(self.accepted) / self.blocks if self.blocks else 0.0
+
+    @property
+    def by_position(self) -> tuple[float, ...]:
+        """Share of all blocks that accepted their first, second, ... proposal."""
+        return tuple(count / max(self.blocks, 1) for count in self.accepted)
+
+
+@dataclasses.dataclass(frozen=True)
 class StepDone:
     """Decode step number `step` (from 1) is done."""
 
     step: int
     metrics: StepMetrics
+    acceptance: Acceptance = Acceptance()
 
 
 Event = PrefillProgress | NewTokens | Finished | StepDone
@@ -83,4 +124,14 @@ def step_metrics(cfg: HierarchyConfig, counts: PlanCounts) -> StepMetrics:
         tail_rows=rows("tail"),
         fetched_rows=rows("fetched"),
         host_bytes_read=sum(n * size for n, size in fetched),
+    )
+
+
+def step_acceptance(
+    count: Int[np.ndarray, " R"], verified: Int[np.ndarray, " R"], proposals: int
+) -> Acceptance:
+    """Acceptance of one step, from the emitted tokens and the verified queries of every request."""
+    more_than = lambda numbers: tuple(int((numbers > i + 1).sum()) for i in range(proposals))
+    return Acceptance(
+        blocks=int((count > 0).sum()), verified=more_than(verified), accepted=more_than(count)
     )

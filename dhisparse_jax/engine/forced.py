@@ -61,7 +61,7 @@ def _decode(
     for number, start in enumerate(range(split, len(tokens), width), start=1):
         piece = tokens[start : start + width]
         block[0, : len(piece)] = piece
-        logits, state = engine.compiled.forward(engine.params, engine.state, jnp.asarray(block))
+        logits, _, state = engine.compiled.forward(engine.params, engine.state, jnp.asarray(block))
         accepted = jnp.full(engine.cfg.requests, len(piece), jnp.int32)
         engine.state = engine.compiled.finish(state, accepted)
         yield np.asarray(logits[0])[: len(piece)]

@@ -11,6 +11,7 @@ from dhisparse_jax.config import Geometry, HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HOST_KIND, abstract
+from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
 
 PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_LIMIT_DEFAULT_GB = 64
@@ -33,6 +34,7 @@ class Sizes:
         staging_bytes: staging slots.
         index_bytes: index keys.
         table_bytes: slot maps, page tables and marks.
+        draft_bytes: what the drafter keeps of every request.
     """
 
     host_bytes: int
@@ -41,6 +43,7 @@ class Sizes:
     staging_bytes: int
     index_bytes: int
     table_bytes: int
+    draft_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -48,7 +51,7 @@ class Sizes:
         return sum(dataclasses.astuple(self)) - self.host_bytes
 
 
-def sizes(cfg: HierarchyConfig) -> Sizes:
+def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     """Bytes of a state of these sizes."""
     size = lambda leaf: math.prod(leaf.shape) * leaf.dtype.itemsize
     state = abstract(cfg)
@@ -58,7 +61,9 @@ def sizes(cfg: HierarchyConfig) -> Sizes:
     index = sum(size(pool.index_keys) for pool in state.pools)
     every = sum(size(leaf) for leaf in jax.tree.leaves(state))
     tables = every - host - index - hot - tail - staging
-    return Sizes(host, hot, tail, staging, index, tables)
+    kept = jax.eval_shape(lambda: drafter.init(cfg.requests))
+    draft = sum(size(leaf) for leaf in jax.tree.leaves(kept))
+    return Sizes(host, hot, tail, staging, index, tables, draft)
 
 
 def _regions(cfg: HierarchyConfig, number: int) -> tuple[int, int, int]:
@@ -112,13 +117,13 @@ def _smaller_device(cfg: HierarchyConfig) -> str:
     return f"lower --hot-rows (now {cfg.hot_slots}) or --batch (now {cfg.requests})"
 
 
-def check_memory(cfg: HierarchyConfig) -> Sizes:
+def check_memory(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     """The sizes of the state, if it fits.
 
     Raises:
         UserError: with what is needed, what there is, and what to change.
     """
-    needed = sizes(cfg)
+    needed = sizes(cfg, drafter)
     gib = lambda size: f"{size / 2**30:.2f} GiB"
     free = free_device_bytes()
     if needed.device_bytes > free:

@@ -7,7 +7,7 @@ append      new index keys and rows
 select      exact top-K over the whole history
 plan        hits, misses, victims
 retrieve    host records to hot slots
-group       the two calls of an attention module: open_group, attend
+group       the calls of an attention module: open_group, attend, close_group
 commit      accepted positions become history
 backup      committed records to the host pools
 adapt       budgets from the load
@@ -19,6 +19,7 @@ invariants  what must hold between steps
 from dhisparse_jax.hierarchy.append import query_positions as query_positions
 from dhisparse_jax.hierarchy.group import OpenGroup as OpenGroup
 from dhisparse_jax.hierarchy.group import attend as attend
+from dhisparse_jax.hierarchy.group import close_group as close_group
 from dhisparse_jax.hierarchy.group import open_group as open_group
 from dhisparse_jax.hierarchy.invariants import check_invariants as check_invariants
 from dhisparse_jax.hierarchy.requests import admit_prompt as admit_prompt

@@ -16,7 +16,7 @@ def commit(state: HierarchyState, accepted: Int[Array, " R"]) -> HierarchyState:
 
     Args:
         state: the hierarchy after the last group of a step.
-        accepted: int32 in 1..T for active requests; ignored for the others. Positions beyond the
+        accepted: int32 in 0..T for active requests; ignored for the others. Positions beyond the
             capacity do not exist: a full request stays full, and its caller must end it.
     """
     capacity = state.pools[0].slot_of.shape[1]

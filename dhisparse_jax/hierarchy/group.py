@@ -1,17 +1,20 @@
-"""One selection group of a decode step: the two calls that an attention module makes.
+"""One selection group of a decode step: the calls that an attention module makes.
 
-`open_group` once per group, with what its indexer computed; `attend` once per layer of the group.
+`open_group` once per group, with what its indexer computed; `attend` once per layer of the group;
+`close_group` at the end.
 """
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import append_keys, append_row
 from dhisparse_jax.hierarchy.plan import plan
-from dhisparse_jax.hierarchy.retrieve import retrieve
+from dhisparse_jax.hierarchy.retrieve import retrieve, retrieve_attend
 from dhisparse_jax.hierarchy.select import IndexInputs, select
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
@@ -21,16 +24,29 @@ from pallas_kernels.sparse_attention.api import sparse_attention
 
 @pytree
 class OpenGroup:
-    """A group whose selected records are on the device. Thread it through the group's layers."""
+    """A group whose selected records have their slots. Thread it through the group's layers.
+
+    Attributes:
+        state: the hierarchy; what is missing comes with the first attention.
+        plan: where each selected record is, and what is missing.
+        selection: int32 selected positions.
+        complete: whether the missing records have come.
+    """
 
     state: HierarchyState
     plan: PlanResult
+    selection: Int[Array, "R T K"]
+    complete: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def open_group(
-    state: HierarchyState, cfg: HierarchyConfig, pool: int, index: IndexInputs
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    index: IndexInputs,
+    live: Int[Array, " R"] | None = None,
 ) -> OpenGroup:
-    """Select for the T new tokens of every request, and bring what they selected to the device.
+    """Select for the T new tokens of every request, and plan where what they select will be.
 
     A query sees every position up to its own, itself included; the score of a position is
     `sum_h weights_h * relu(query_h . key)`. Run it under `jit`, with the state donated.
@@ -40,16 +56,24 @@ def open_group(
         cfg: its sizes.
         pool: which group, counted from 0.
         index: what the group's indexer computed for the new tokens.
+        live: int32 how many of the T queries count, 0..T; None: all. The others select nothing, so
+            nothing is fetched for them, and their results mean nothing.
     """
     with jax.named_scope("append"):
         state = append_keys(state, cfg, pool, index.keys)
     with jax.named_scope("select"):
-        selection = select(state, cfg, pool, index)
+        selection = select(state, cfg, pool, index, live)
     with jax.named_scope("plan"):
         planned, state = plan(state, cfg, pool, selection)
+    return OpenGroup(state=state, plan=planned, selection=selection)
+
+
+def close_group(group: OpenGroup, cfg: HierarchyConfig, pool: int) -> HierarchyState:
+    """The hierarchy after a group's layers; brings what is missing if no layer has attended."""
+    if group.complete:
+        return group.state
     with jax.named_scope("retrieve"):
-        state = retrieve(state, cfg, pool, planned)
-    return OpenGroup(state=state, plan=planned)
+        return retrieve(group.state, cfg, pool, group.plan)
 
 
 def attend(
@@ -61,6 +85,8 @@ def attend(
     query: Float[Array, "R T H width"],
 ) -> tuple[Float[Array, "R T H value"], OpenGroup]:
     """Append one layer's new rows and attend over the selected ones.
+
+    The first attention of a group runs together with the retrieval of what is missing.
 
     Args:
         group: the open group.
@@ -82,16 +108,14 @@ def attend(
         raise UserError(f"a query has {query.shape[-1]} numbers; rows have {width}")
     with jax.named_scope("append"):
         state = append_row(group.state, cfg, pool, layer, row)
-    number, _ = cfg.hot_pool_of(pool)
-    row_format = cfg.geometry.row
-    with jax.named_scope("attend"):
-        values, _ = sparse_attention(
-            query,
-            state.hot[number].slots,
-            group.plan.location,
-            offset=layer * row_format.words,
-            row_format=jnp.dtype(row_format.dtype),
-            value_width=row_format.value_width,
-            scale=cfg.geometry.scale,
-        )
-    return values, OpenGroup(state=state, plan=group.plan)
+    if group.complete:
+        number, _ = cfg.hot_pool_of(pool)
+        slots, location = state.hot[number].slots, group.plan.location
+        with jax.named_scope("attend"):
+            values, _ = sparse_attention(query, slots, location, **layout.row_options(cfg, layer))
+    else:
+        with jax.named_scope("retrieve_attend"):
+            values, state = retrieve_attend(
+                state, cfg, pool, layer, group.plan, group.selection, query
+            )
+    return values, dataclasses.replace(group, state=state, complete=True)

@@ -11,7 +11,7 @@ from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
 from pallas_kernels.common.ids import masked
 from pallas_kernels.plan.api import plan as plan_op
-from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
+from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables, Tail
 
 
 def plan(
@@ -26,7 +26,7 @@ def plan(
     hot = state.hot[number]
     wanted = PlanInput(
         selection=selection,
-        tail_slot=_tail_slots(state, cfg, pool, selection),
+        tail=_tail(state, cfg, pool),
         retiring=_retiring(state, cfg),
         staging=layout.staging_slots(cfg, pool),
         pages=state.pools[pool].pages,
@@ -39,15 +39,14 @@ def plan(
     return result, _count(state, pool, result.counts)
 
 
-def _tail_slots(
-    state: HierarchyState, cfg: HierarchyConfig, pool: int, position: Int[Array, "R T K"]
-) -> Int[Array, "R T K"]:
-    """Tail slot of each selected position that the tail holds."""
-    request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None, None]
-    request = jnp.broadcast_to(request, position.shape)
-    start = layout.tail_start(cfg, state.length)[:, None, None]
-    in_tail = (position >= start) & (position >= 0)
-    return masked(layout.tail_slot(cfg, pool, request, jnp.maximum(position, 0)), in_tail)
+def _tail(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Tail:
+    """Where the newest positions are."""
+    request = jnp.arange(cfg.requests, dtype=jnp.int32)
+    return Tail(
+        start=layout.tail_start(cfg, state.length),
+        first=layout.tail_slot(cfg, pool, request, jnp.zeros_like(request)),
+        length=jnp.int32(cfg.tail),
+    )
 
 
 def _retiring(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:

@@ -1,6 +1,11 @@
-"""Retrieve: execute a plan. Each missing record crosses the link once, bit exact."""
+"""Retrieve: execute a plan. Each missing record crosses the link once, bit exact.
+
+Alone, or together with the first attention that reads what it brings: then the link is busy while
+the attention works on what was there.
+"""
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
@@ -10,24 +15,51 @@ from pallas_kernels.common.ids import masked
 from pallas_kernels.plan.types import PlanResult
 from pallas_kernels.retrieve.api import retrieve as retrieve_op
 from pallas_kernels.retrieve.types import Fetches, Moves
+from pallas_kernels.retrieve_attend.api import Attention
+from pallas_kernels.retrieve_attend.api import retrieve_attend as retrieve_attend_op
 
 
 def retrieve(
     state: HierarchyState, cfg: HierarchyConfig, pool: int, plan: PlanResult
 ) -> HierarchyState:
-    """Fetch the missing records from the host, and move the retiring tail records to hot slots.
-
-    A retiring record is read from the tail, which is no target of a plan.
-    """
+    """Fetch the missing records from the host, and move the retiring tail records to hot slots."""
     number, _ = cfg.hot_pool_of(pool)
+    slots = retrieve_op(
+        state.pools[pool].host, state.hot[number].slots, *_lists(state, cfg, pool, plan)
+    )
+    return with_hot_slots(state, number, slots)
+
+
+def retrieve_attend(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    layer: int,
+    plan: PlanResult,
+    selection: Int[Array, "R T K"],
+    query: Float[Array, "R T H width"],
+) -> tuple[Float[Array, "R T H value"], HierarchyState]:
+    """`retrieve`, and the values that attention of one layer gives afterwards."""
+    number, _ = cfg.hot_pool_of(pool)
+    fetches, moves = _lists(state, cfg, pool, plan)
+    (values, _), slots = retrieve_attend_op(
+        state.pools[pool].host,
+        state.hot[number].slots,
+        fetches,
+        Attention(query, plan.location, selection),
+        moves,
+        **layout.row_options(cfg, layer),
+    )
+    return values, with_hot_slots(state, number, slots)
+
+
+def _lists(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, plan: PlanResult
+) -> tuple[Fetches, Moves]:
+    """What comes from the host, and what from the tail, which is no target of a plan."""
     retiring = plan.retire_position
     request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
     request = jnp.broadcast_to(request, retiring.shape)
     tail = layout.tail_slot(cfg, pool, request, jnp.maximum(retiring, 0))
-    slots = retrieve_op(
-        state.pools[pool].host,
-        state.hot[number].slots,
-        Fetches(plan.fetch_position, plan.fetch_slot, plan.counts.fetched),
-        Moves(masked(tail, retiring >= 0).reshape(-1), plan.retire_slot.reshape(-1)),
-    )
-    return with_hot_slots(state, number, slots)
+    moves = Moves(masked(tail, retiring >= 0).reshape(-1), plan.retire_slot.reshape(-1))
+    return Fetches(plan.fetch_position, plan.fetch_slot, plan.counts.fetched), moves

@@ -30,14 +30,23 @@ class IndexInputs:
 
 
 def select(
-    state: HierarchyState, cfg: HierarchyConfig, pool: int, index: IndexInputs
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    index: IndexInputs,
+    live: Int[Array, " R"] | None = None,
 ) -> Int[Array, "R T K"]:
     """Selected positions of every query, its own position included; ties to the lowest position.
 
-    Query t sees positions 0 .. length + t; a query of an inactive request sees none. Scores are
-    float32; NO_SLOT fills up where fewer than K positions are visible.
+    Query t sees positions 0 .. length + t; a query of an inactive request sees none, and so do
+    queries from `live` on. Scores are float32; NO_SLOT fills up where fewer than K positions are
+    visible.
     """
-    visible = jnp.where(state.active[:, None], query_positions(state, cfg) + 1, 0)
+    positions = query_positions(state, cfg)
+    sees = jnp.broadcast_to(state.active[:, None], positions.shape)
+    if live is not None:
+        sees &= positions - state.length[:, None] < live[:, None]
+    visible = jnp.where(sees, positions + 1, 0)
     keys = state.pools[pool].index_keys
     scores = index_scores(index.queries, index.weights, keys, visible)
     return top_k(scores, cfg.geometry.top_k)

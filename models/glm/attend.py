@@ -155,14 +155,14 @@ def sparse_attention(
 
 
 def select_top_k(
-    queries: Float[Array, "batch s index_heads index_dim"],
+    queries: Float[Array, "batch t index_heads index_dim"],
     keys: Float[Array, "batch s index_dim"],
-    weights: Float[Array, "batch s index_heads"],
-    positions: Int[Array, "batch s"],
+    weights: Float[Array, "batch t index_heads"],
+    positions: Int[Array, "batch t"],
     *,
     count: int,
     chunk: int,
-) -> Int[Array, "batch s chosen"]:
+) -> Int[Array, "batch t chosen"]:
     """The `count` positions with the highest index score at or before each query's own.
 
     Exact; ties go to the lowest position. Best first, padded with -1 where fewer are visible; the

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.config import Geometry, RowFormat
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.hierarchy.select import IndexInputs
-from dhisparse_jax.model import AttendFn, Opened, OpenFn, Params
+from dhisparse_jax.model import AttendFn, Opened, OpenFn, Params, Taps
 from dhisparse_jax.models.glm.indexer import Indexer
 from dhisparse_jax.models.glm.model import GlmModel
 
@@ -73,10 +73,12 @@ class GlmServed:
         positions: Int[Array, "R T"],
         open_group: OpenFn[Opened],
         attend: AttendFn[Opened],
-    ) -> tuple[Float[Array, "R T D"], Opened]:
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "R T D"], Taps, Opened]:
         """All layers of one selection group; the first one has the indexer."""
         layers = nnx.merge(self.graph, params).layers
         opened: Any = None
+        tapped = []
         for place, number in enumerate(self.config.groups[pool]):
             block = layers[number]
             normed = block.input_norm(x)
@@ -88,7 +90,9 @@ class GlmServed:
             context, opened = attend(opened, place, projected.row, query)
             x = x + block.attention.combine(context)
             x = x + block.mlp(block.post_norm(x))
-        return x, opened
+            if place in taps:
+                tapped.append(x)
+        return x, tuple(tapped), opened
 
 
 def _index_inputs(

@@ -142,11 +142,13 @@ class Features(NamedTuple):
         h: Residual stream after the last layer.
         index_loss: Sum of the layers' indexer losses.
         expert_load: Tokens that chose each expert, per expert layer.
+        taps: Residual stream after the tapped layers, concatenated; what a draft reads.
     """
 
     h: Float[Array, "batch s width"]
     index_loss: Float[Array, ""]
     expert_load: Int[Array, "moe_layers experts"]
+    taps: Float[Array, "batch s tapped"]
 
 
 @runtime_checkable
@@ -165,6 +167,7 @@ def run_layers(
     tokens: Int[Array, "batch s"],
     attend: Attend,
     dropout: Dropout = lambda update, site: update,
+    taps: tuple[int, ...] = (),
 ) -> Features:
     """Embeds sequences that start at position 0 and runs every layer."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -172,6 +175,7 @@ def run_layers(
     shared: object = None
     index_loss = jnp.float32(0.0)
     loads: list[jax.Array] = []
+    after: dict[int, jax.Array] = {}
     for layer, block in enumerate(model.layers):
         attended = attend(block, block.input_norm(h), positions, shared)
         shared = attended.shared
@@ -180,9 +184,11 @@ def run_layers(
         update, load = _feed_forward(block, block.post_norm(h))
         loads.extend(load)
         h = h + dropout(update, 2 * layer + 1)
+        after[layer] = h
     experts = model.config.num_experts
     stacked = jnp.stack(loads) if loads else jnp.zeros((0, experts), jnp.int32)
-    return Features(h, index_loss, stacked)
+    tapped = jnp.concatenate([h[..., :0], *(after[layer] for layer in taps)], axis=-1)
+    return Features(h, index_loss, stacked, tapped)
 
 
 def _feed_forward(block: GlmBlock, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

@@ -1,4 +1,4 @@
-"""The one way to make a weight matrix: no bias, fan-in scaled initial values."""
+"""The one way to make a weight matrix: fan-in scaled initial values, a bias only if asked for."""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,13 @@ def linear(
     param_dtype: jnp.dtype,
     rngs: nnx.Rngs,
     kernel_init: Initializer | None = None,
+    bias: bool = False,
 ) -> nnx.Linear:
-    """A bias-free projection with kernel `[fan_in, fan_out]`, computed in `dtype`."""
+    """A projection with kernel `[fan_in, fan_out]`, computed in `dtype`."""
     return nnx.Linear(
         fan_in,
         fan_out,
-        use_bias=False,
+        use_bias=bias,
         dtype=dtype,
         param_dtype=param_dtype,
         kernel_init=kernel_init or weight_init(fan_in),

@@ -20,7 +20,7 @@ from dhisparse_jax.models.train.corpus import Corpus
 from dhisparse_jax.models.train.progress import Clock, PhaseProgress
 
 _PART_BYTES = 14 * 2**20
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RunRecord:
     @classmethod
     def start(cls, config: TrainConfig, corpus: Corpus, backend: CausalBackend) -> "RunRecord":
         """The record of a run that has not trained yet."""
-        versions = {name: version(name) for name in _PACKAGES}
+        versions = {name: version(name) for name in PACKAGES}
         return cls(
             config=dataclasses.asdict(config),
             corpus=corpus.record(),

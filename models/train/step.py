@@ -85,18 +85,25 @@ def label_params(params: Nested) -> Nested:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW without the learning rate, clipped separately for the model and for the indexers."""
 
-    def adamw() -> optax.GradientTransformation:
-        b1, b2 = config.adam_decays
-        return optax.chain(
-            optax.clip_by_global_norm(config.max_gradient_norm),
-            optax.scale_by_adam(b1=b1, b2=b2),
-            optax.add_decayed_weights(
-                config.weight_decay, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
-            ),
-        )
+    def moved() -> optax.GradientTransformation:
+        return adamw(config.adam_decays, config.max_gradient_norm, config.weight_decay)
 
     return optax.partition(
-        {"model": adamw(), "index": adamw(), "fixed": optax.set_to_zero()}, label_params
+        {"model": moved(), "index": moved(), "fixed": optax.set_to_zero()}, label_params
+    )
+
+
+def adamw(
+    decays: tuple[float, float], max_gradient_norm: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """AdamW without the learning rate, for clipped gradients; only matrices decay."""
+    b1, b2 = decays
+    return optax.chain(
+        optax.clip_by_global_norm(max_gradient_norm),
+        optax.scale_by_adam(b1=b1, b2=b2),
+        optax.add_decayed_weights(
+            weight_decay, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+        ),
     )
 
 

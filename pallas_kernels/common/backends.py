@@ -14,13 +14,14 @@ HOST_OPERATIONS = ("retrieve", "backup")
 GPU_KERNELS: dict[str, Backend] = {
     "retrieve": "triton",
     "backup": "triton",
-    "index_scores": "triton",
+    "index_scores": "mosaic",
     "plan": "triton",
     "top_k": "triton",
     "sparse_attention": "mosaic",
     "retrieve_attend": "mosaic",
 }
-"""The GPU kernel of each operation; there is one."""
+"""The GPU kernel of each operation; there is one. Only `index_scores` has another one, for float32,
+in which the matrix units do not multiply."""
 
 HOPPER = "9.0"
 """Compute capability that the Mosaic kernels are written for."""
@@ -41,7 +42,13 @@ def default_backend(operation: str, platform: str | None = None) -> Backend:
     raise NotImplementedError(f"{operation} has no kernel for {platform}; run on cpu or gpu")
 
 
-def resolve(operation: str, backend: Backend | None, *, refusal: str | None) -> Backend:
+def resolve(
+    operation: str,
+    backend: Backend | None,
+    *,
+    refusal: str | None,
+    kernel: Backend | None = None,
+) -> Backend:
     """The implementation of a call: the named one, or the default one if it takes the operands.
 
     This is the only place where a default changes with the operands. Who must not run anything but
@@ -51,6 +58,7 @@ def resolve(operation: str, backend: Backend | None, *, refusal: str | None) -> 
         operation: name of the operation.
         backend: the implementation that the caller named, if any.
         refusal: why the GPU kernel cannot take these operands, from its `supports`; None if it can.
+        kernel: the GPU kernel for operands like these, if it is not that of `GPU_KERNELS`.
 
     Raises:
         NotImplementedError: if the named implementation cannot take the operands; with the reason.
@@ -58,8 +66,10 @@ def resolve(operation: str, backend: Backend | None, *, refusal: str | None) -> 
     chosen = backend or default_backend(operation)
     if chosen == "reference":
         return chosen
-    if chosen != GPU_KERNELS.get(operation):
-        raise NotImplementedError(f"{operation} has no {chosen} kernel")
+    kernel = kernel or GPU_KERNELS.get(operation)
+    chosen = backend or kernel or chosen
+    if chosen != kernel:
+        raise NotImplementedError(f"{operation} has no {chosen} kernel for operands like these")
     refusal = refusal or _device_refusal(chosen)
     if refusal is None:
         return chosen

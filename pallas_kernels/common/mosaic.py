@@ -5,6 +5,7 @@ written in PTX. `inline_mgpu` runs such a stage once per warpgroup; its values a
 """
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,10 +39,12 @@ def kernel(
     mesh: plgpu.Mesh,
     compiler_params: plgpu.CompilerParams,
     name: str,
+    interpret: Any = False,
 ) -> Callable[..., Any]:
     """A kernel; references among its operands (`jax.new_ref`) are written in place.
 
     `plgpu.kernel` takes no references in every JAX version, and names its arguments differently.
+    With `interpret`, see `interpreter`, it runs on a CPU.
     """
 
     def run(*refs: jax.Ref) -> None:
@@ -49,8 +52,28 @@ def kernel(
         pl.run_scoped(with_scratch, collective_axes=mesh.thread_name, **scratch)
 
     return pl.kernel(
-        run, out_type=tuple(out), mesh=mesh, compiler_params=compiler_params, name=name
+        run,
+        out_type=tuple(out),
+        mesh=mesh,
+        compiler_params=compiler_params,
+        name=name,
+        interpret=interpret,
     )
+
+
+def interpreter() -> Any:
+    """What `kernel` takes as `interpret` to run on a CPU, thread by thread, barriers and all.
+
+    It prints "RACE DETECTED" where nothing orders two accesses to the same memory.
+
+    Every thread of a block waits in a host thread of its own, so XLA needs as many: it takes their
+    number from the variable NPROC, when it starts.
+    """
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams(detect_races=True)
+    # jax 0.10 has it, but not in public.
+    params = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return params.InterpretGPUParams(detect_races=True)
 
 
 def params(**options: Any) -> plgpu.CompilerParams:

@@ -80,9 +80,21 @@ def _bytes(array: Array) -> UInt8[Array, "*n bytes"]:
     return raw if raw.ndim == array.ndim else raw.reshape(*array.shape[:-1], -1)
 
 
-def _power_of_two(exponent: Int[Array, "*n"]) -> Float[Array, "*n"]:
+def power_of_two(exponent: Int[Array, "*n"]) -> Float[Array, "*n"]:
     """float32 with these bits as exponent: `exp2` of integers is not exact on every device."""
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def scales_of(groups: Float[Array, "*n group"]) -> Float[Array, "*n"]:
+    """The scale of each group that makes its largest number the largest e4m3."""
+    return jnp.maximum(jnp.abs(groups).max(axis=-1) / E4M3_MAX, LEAST_SCALE)
+
+
+def rescaled(
+    groups: Float[Array, "*n group"], scales: Float[Array, "*n"]
+) -> Float[Array, "*n group"]:
+    """The e4m3 numbers nearest to `groups / scales`."""
+    return jnp.clip(groups / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
 def encode(values: Float[Array, "*n width"], row: ScaledRow) -> Int[Array, "*n words"]:
@@ -92,15 +104,14 @@ def encode(values: Float[Array, "*n width"], row: ScaledRow) -> Int[Array, "*n w
     """
     head = values[..., : row.quantised].astype(jnp.float32)
     groups = head.reshape(*head.shape[:-1], row.groups, row.group)
-    scale = jnp.maximum(jnp.abs(groups).max(axis=-1) / E4M3_MAX, LEAST_SCALE)
+    scale = scales_of(groups)
     if row.scale == "e8m0":
         exponent = jnp.ceil(jnp.log2(scale)).astype(jnp.int32)
         stored = jnp.where(jnp.isfinite(scale), exponent + E8M0_BIAS, E8M0_NAN).astype(jnp.uint8)
-        scale = _power_of_two(stored.astype(jnp.int32))
+        scale = power_of_two(stored.astype(jnp.int32))
     else:
         stored = _bytes(scale)
-    scaled = jnp.clip(groups / scale[..., None], -E4M3_MAX, E4M3_MAX)
-    numbers = _bytes(scaled.astype(jnp.float8_e4m3fn).reshape(head.shape))
+    numbers = _bytes(rescaled(groups, scale).reshape(head.shape))
     rest = _bytes(values[..., row.quantised :].astype(jnp.bfloat16))
     parts = [numbers, stored, rest] if row.scale == "float32" else [numbers, rest, stored]
     whole = jnp.concatenate(parts, axis=-1)
@@ -120,7 +131,7 @@ def decode(words: Int[Array, "*n words"], row: ScaledRow) -> Float[Array, "*n wi
         scale = lax.bitcast_convert_type(stored, jnp.float32)
     else:
         exponent = raw[..., row.scale_byte : row.scale_byte + row.groups].astype(jnp.int32)
-        scale = _power_of_two(exponent)
+        scale = power_of_two(exponent)
     head = numbers.astype(jnp.float32) * jnp.repeat(scale, row.group, axis=-1)
     tail = lax.bitcast_convert_type(rest, jnp.bfloat16).astype(jnp.float32)
     return jnp.concatenate([head, tail], axis=-1)

@@ -1,15 +1,17 @@
 """Index scores: how relevant every position of the history is to every query."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
-from pallas_kernels.index_scores import reference, triton
+from pallas_kernels.index_scores import mosaic, reference, triton
+from pallas_kernels.index_scores.types import Keys
 
 
 def index_scores(
     queries: Float[Array, "R T heads width"],
     weights: Float[Array, "R T heads"],
-    keys: Float[Array, "R C width"],
+    keys: Keys,
     visible: Int[Array, "R T"],
     *,
     backend: Backend | None = None,
@@ -22,10 +24,13 @@ def index_scores(
     Args:
         queries: rotated indexer queries, any float dtype.
         weights: float32 weight of each indexer head.
-        keys: index keys of the whole history; beyond `visible` they may hold anything finite.
+        keys: index keys of the whole history: numbers of the queries' dtype, or fp8 numbers with
+            scales (`types.ScaledKeys`), which stand for exactly `scale * number`. Beyond `visible`
+            they may hold anything, NaN included: it does not reach a score. The Mosaic kernel
+            copies histories first that are not a multiple of 8 long.
         visible: int32, how many positions each query sees: position s is seen iff s < visible.
         backend: the implementation; by default the one for the device JAX runs on, if it takes
-            operands like these.
+            operands like these. On a GPU: `mosaic` for bfloat16 and fp8 keys, `triton` for float32.
 
     Returns:
         float32 scores; -inf where the position is not visible.
@@ -33,8 +38,12 @@ def index_scores(
     Raises:
         NotImplementedError: if the named backend does not take operands like these.
     """
-    refusal = triton.supports(queries, keys)
-    match resolve("index_scores", backend, refusal=refusal):
+    kernel = triton if queries.dtype == jnp.float32 else mosaic
+    name: Backend = "triton" if kernel is triton else "mosaic"
+    refusal = kernel.supports(queries, keys)
+    match resolve("index_scores", backend, refusal=refusal, kernel=name):
+        case "mosaic":
+            return mosaic.index_scores(queries, weights, keys, visible)
         case "triton":
             return triton.index_scores(queries, weights, keys, visible)
         case _:

@@ -4,14 +4,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.index_scores.types import Keys, ScaledKeys
+
 
 def index_scores(
     queries: Float[Array, "R T heads width"],
     weights: Float[Array, "R T heads"],
-    keys: Float[Array, "R C width"],
+    keys: Keys,
     visible: Int[Array, "R T"],
 ) -> Float[Array, "R T C"]:
     """See `api.index_scores`."""
+    if isinstance(keys, ScaledKeys):
+        # bfloat16 and e4m3 numbers are exact in float32, and so, but for one rounding, is a key.
+        queries = queries.astype(jnp.float32)
+        keys = keys.numbers.astype(jnp.float32) * keys.scales[..., None]
     dots = jnp.einsum(
         "rthd,rcd->rthc",
         queries,

@@ -26,7 +26,7 @@ def plan(
     Args:
         wanted: the selections and the places that a request may use. Staging and tail slots lie
             beyond the page slots, which are those that the tables have entries for. Retiring
-            positions are in the tail: where one is selected, `tail_slot` says so.
+            positions are in the tail, which ends with the newest position that may be selected.
         tables: look-up tables, updated as if the fetches had been done. Marks lie in the past, less
             than 2**30 steps ago.
         page_slots: slots per page.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.plan.types import PlanInput, PlanTables
+from pallas_kernels.plan.types import PlanInput, PlanTables, Tail
 
 STEP = 100
 
@@ -69,12 +69,15 @@ def random(
             for request, length in enumerate(lengths)
         ]
     )
-    ring = slots + tail * np.arange(size)[:, None, None] + selection % tail
     retiring = np.array(lengths)[:, None] + queries - tail + np.arange(queries)
     staging = slots + tail * size + np.arange(size * queries * top_k)
     wanted = PlanInput(
         selection=jnp.asarray(selection),
-        tail_slot=_ids(ring, selection >= oldest[:, None, None]),
+        tail=Tail(
+            start=jnp.asarray(oldest, jnp.int32),
+            first=slots + tail * jnp.arange(size, dtype=jnp.int32),
+            length=jnp.int32(tail),
+        ),
         retiring=_ids(retiring, (retiring >= 0) & (np.array(lengths) > 0)[:, None]),
         staging=jnp.asarray(staging.reshape(size, -1), jnp.int32),
         pages=jnp.asarray(table),

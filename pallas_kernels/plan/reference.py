@@ -26,7 +26,7 @@ def plan(
 ) -> tuple[PlanResult, PlanTables]:
     """See `api.plan`."""
     wanted = _within(wanted, tables.slot_of.shape[1])
-    union = _union(wanted.selection, wanted.tail_slot)
+    union = _union(wanted.selection, _tail_slots(wanted))
     hot = _look_up(tables.slot_of, union.position)
     hit = hot >= 0
     tail = ~hit & (union.tail_slot >= 0)
@@ -60,6 +60,13 @@ def _within(wanted: PlanInput, capacity: int) -> PlanInput:
     """Positions outside the table are none."""
     within = lambda position: masked(position, (position >= 0) & (position < capacity))
     return wanted._replace(selection=within(wanted.selection), retiring=within(wanted.retiring))
+
+
+def _tail_slots(wanted: PlanInput) -> Int[Array, "R T K"]:
+    """Slot of each selected position in the tail, NO_SLOT if it is not there."""
+    position, (start, first, length) = wanted.selection, wanted.tail
+    in_tail = (position >= 0) & (position >= start[:, None, None])
+    return masked(first[:, None, None] + jnp.maximum(position, 0) % length, in_tail)
 
 
 def _union(selection: Int[Array, "R T K"], tail_slot: Int[Array, "R T K"]) -> _Union:

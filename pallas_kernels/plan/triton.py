@@ -19,16 +19,18 @@ Three launches. Looking up and claiming know no order and spread over the device
 program per request, since requests share nothing but the arrays that hold them (slots of their own
 pages, their own row of the map): its stages wait for each other at barriers instead of launches.
 
-Traffic: selections are read three times, locations written once or twice and read twice, one
-sector per look-up and again for what is not hot, two words per held slot, and its age once per bit
-of the range of ages. Latency of the program of a request, in steps that wait for each other: a
-round trip to L2 is 0.5 to 1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per
-8,192 lanes, live or not, since Triton moves its operands between threads first. A block of places
-takes two round trips, a scan and a scatter to number, two round trips to locate; a block of
-slots a read of L1 and a sum for each halving of the ages, a scan and one scatter to choose; a block
-of misses two round trips and four short scatters to fill. For T 8, K 2048 and 4 K slots (two blocks
-of places, two of slots, one of misses, ten bits) that makes about 25 us, however many requests
-there are. Stages without work (no miss, no victim, nothing staged) are loops of no rounds.
+Traffic: a selection is read once; locations, claims and the two columns of fetches are written
+once; claims are read twice, the second time from L1. One sector per look-up and again for what is
+not hot; one for each mark, which a program writes about once per slot however many queries use it;
+two words per held slot, and its age once per bit of the range of ages.
+
+Latency of the program of a request, in steps that wait for each other: a round trip to L2 is 0.5 to
+1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per 8,192 lanes, live or not,
+since Triton moves its operands between threads first. So what a block of places or of slots needs
+is under way while the block before is handled. Then a block of places takes a scan and a scatter to
+number, one store to locate; a block of slots a read of L1 and a sum for each halving of the ages, a
+scan and one scatter to choose; a block of misses two round trips and four short scatters to fill.
+Stages without work (no victim, nothing staged) are loops of no rounds.
 
 Why a thread reads what another one wrote: writing and reading of the same array in one launch
 happens within one program of the last, with `barrier` between. That is bar.sync, which orders all
@@ -42,6 +44,9 @@ and scans. An atomic minimum in the look-up would save the launch of the claims,
 lowers that for numbers, not for blocks of integers.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -52,14 +57,13 @@ from jaxtyping import Array, Int
 from pallas_kernels.common.ids import NO_SLOT, masked
 from pallas_kernels.plan.triton_blocks import (
     Asked,
-    Begun,
     Kept,
-    Lookup,
     Made,
+    Pair,
     Sizes,
-    Touched,
     Tuning,
     barrier,
+    claimed,
     gather,
     gather_positions,
     launch,
@@ -68,11 +72,13 @@ from pallas_kernels.plan.triton_blocks import (
     put,
     rank_code,
     scatter,
-    scatter_slots,
     store_block,
 )
+from pallas_kernels.plan.triton_look_up import look_up
 from pallas_kernels.plan.triton_victims import choose, survey
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
+
+State = TypeVar("State")
 
 
 def supports(requests: int, capacity: int) -> str | None:
@@ -106,12 +112,11 @@ def plan(
         capacity=tables.slot_of.shape[1],
         page_slots=page_slots,
         max_pages=wanted.pages.shape[1],
-        paged=tables.position.shape[0],
         tuning=tuning or Tuning(),
         interpret=interpret,
     )
-    kept = _look_up(wanted, tables, sizes)
-    kept, made = _settle(wanted, kept, sizes)
+    kept, claims = look_up(wanted, tables, sizes)
+    kept, made = _settle(wanted, kept, claims, sizes)
     result = PlanResult(
         location=kept.location.reshape(wanted.selection.shape),
         fetch_position=kept.fetch_position,
@@ -123,79 +128,16 @@ def plan(
     return result, PlanTables(kept.slot_of, kept.position, kept.mark)
 
 
-# 1. Look up
-
-
-def _look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> Kept:
-    """Hot or tail slot of every place; the tables with hits marked and positions claimed."""
-    shape = sizes.requests, sizes.places
-    touched, begun = launch(
-        _look_up_kernel,
-        sizes,
-        Lookup(
-            selection=wanted.selection.reshape(shape),
-            tail_slot=wanted.tail_slot.reshape(shape),
-            slot_of=tables.slot_of,
-            step=wanted.step.reshape(1),
-        ),
-        Touched(tables.mark),
-        Begun(shape, shape, shape, shape),
-        blocks=pl.cdiv(sizes.places, sizes.look_block),
-        warps=sizes.tuning.look_warps,
-    )
-    return Kept(
-        location=begun.location,
-        fetch_position=begun.fetch_position,
-        fetch_slot=begun.fetch_slot,
-        slot_of=_claim(tables.slot_of, begun.claim),
-        position=tables.position,
-        mark=touched.mark,
-    )
-
-
-def _look_up_kernel(
-    asked: Lookup, _: Touched, touched: Touched, begun: Begun, *, sizes: Sizes
-) -> None:
-    row, block = pl.program_id(0), pl.program_id(1)
-    place = block * sizes.look_block + jnp.arange(sizes.look_block, dtype=jnp.int32)
-    inside = place < sizes.places
-    position = gather_positions(asked.selection, row, place, sizes)
-    tail = masked(gather(asked.tail_slot, row, place, inside), position >= 0)
-    slot = gather(asked.slot_of, row, position, position >= 0)
-    hot = slot >= 0
-    scatter_slots(touched.mark, slot, only(asked.step), hot)
-    store_block(begun.location, row, place, jnp.where(hot, slot, tail), inside)
-    entry, nothing = row * sizes.capacity + position, sizes.requests * sizes.capacity
-    claim = jnp.where((position >= 0) & ~hot, entry, nothing)
-    store_block(begun.claim, row, place, claim, inside)
-    store_block(begun.fetch_position, row, place, NO_SLOT, inside)
-    store_block(begun.fetch_slot, row, place, NO_SLOT, inside)
-
-
-def _claim(slot_of: Int[Array, "R C"], claim: Int[Array, "R U"]) -> Int[Array, "R C"]:
-    """Of the places that claim an entry of the flat map, the first leaves its code there."""
-    places = claim.shape[1]
-    codes = place_code(jnp.arange(places, dtype=jnp.int32), places)
-    codes = jnp.broadcast_to(codes, claim.shape).reshape(-1)
-    flat = slot_of.reshape(-1).at[claim.reshape(-1)].min(codes, mode="drop")
-    return flat.reshape(slot_of.shape)
-
-
-# 2. Settle
-
-
-Pair = tuple[jax.Array, jax.Array]
-"""Two numbers that a loop carries; or retiring positions and their numbers."""
-
-
-def _settle(wanted: PlanInput, kept: Kept, sizes: Sizes) -> tuple[Kept, Made]:
+def _settle(
+    wanted: PlanInput, kept: Kept, claims: Int[Array, "R U"], sizes: Sizes
+) -> tuple[Kept, Made]:
     """The plan, and scratch."""
     count, retiring = (sizes.requests,), (sizes.requests, sizes.retiring)
     return launch(
         _settle_kernel,
         sizes,
         Asked(
-            selection=wanted.selection.reshape(sizes.requests, sizes.places),
+            claim=claims,
             retiring=wanted.retiring,
             staging=wanted.staging if sizes.staging else None,
             pages=wanted.pages,
@@ -249,9 +191,44 @@ def _settle_kernel(
     plgpu.store(made.staged.at[row], jnp.maximum(missing - victims, 0))
 
 
-def _block(number: jax.Array, sizes: Sizes) -> Int[Array, " block"]:
+def _block(number: jax.Array | int, sizes: Sizes) -> Int[Array, " block"]:
     """A block of places."""
     return number * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+
+
+def _each_claim(
+    asked: Asked,
+    kept: Kept,
+    row: jax.Array,
+    body: Callable[[jax.Array, Pair, State], State],
+    state: State,
+    sizes: Sizes,
+    *,
+    misses: bool,
+    rounds: jax.Array | int,
+) -> State:
+    """`state = body(place, (claim, entry of the map), state)` for every block of places.
+
+    The entries of a block, of what claims one or of `misses` only, are under way while the block
+    before is handled, and the claims of the next one, too.
+    """
+
+    def claims(block: jax.Array | int) -> jax.Array:
+        place = _block(block, sizes)
+        return plgpu.load(
+            asked.claim.at[row, place], mask=place < sizes.places, other=sizes.entries
+        )
+
+    def look(claim: jax.Array) -> Pair:
+        position, miss = claimed(claim, row, sizes)
+        return claim, gather(kept.slot_of, row, position, miss if misses else position >= 0)
+
+    def step(block: jax.Array, carried: tuple[Pair, jax.Array, State]) -> Any:  # noqa: ANN401
+        here, after, state = carried
+        ahead, there = claims(block + 2), look(after)
+        return there, ahead, body(_block(block, sizes), here, state)
+
+    return lax.fori_loop(0, rounds, step, (look(claims(0)), claims(1), state))[2]
 
 
 def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) -> Pair:
@@ -260,14 +237,10 @@ def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) 
     A place that did not claim, or came later, finds another value than its code in the map.
     """
 
-    def number(block: jax.Array, before: Pair) -> Pair:
-        place = _block(block, sizes)
-        position = gather_positions(asked.selection, row, place, sizes)
-        location = gather(kept.location, row, place, place < sizes.places)
-        claimed = (position >= 0) & ((location < 0) | (location >= sizes.paged))
-        code = gather(kept.slot_of, row, position, claimed)
-        first = claimed & (code == place_code(place, sizes.places))
-        missing = first & (location < 0)
+    def number(place: jax.Array, found: Pair, before: Pair) -> Pair:
+        position, miss = claimed(found[0], row, sizes)
+        first = (position >= 0) & (found[1] == place_code(place, sizes.places))
+        missing = first & miss
         # One scan counts both: positions in the tail in the high half of a word.
         one = jnp.where(missing, 1, jnp.where(first, 1 << 16, 0)).astype(jnp.int32)
         ahead, total = jnp.cumsum(one, dtype=jnp.int32) - one, jnp.sum(one)
@@ -276,8 +249,8 @@ def _number(asked: Asked, kept: Kept, made: Made, row: jax.Array, sizes: Sizes) 
         scatter(made.firsts, row, rank, position, first)
         return before[0] + (total & 0xFFFF), before[1] + (total >> 16)
 
-    zero = jnp.int32(0)
-    return lax.fori_loop(0, sizes.blocks, number, (zero, zero))
+    none = jnp.int32(0), jnp.int32(0)
+    return _each_claim(asked, kept, row, number, none, sizes, misses=False, rounds=sizes.blocks)
 
 
 def _rank_retiring(
@@ -389,18 +362,15 @@ def _locate(
 ) -> None:
     """Tell every place of a miss its new slot."""
 
-    def locate(block: jax.Array, _: None) -> None:
-        place = _block(block, sizes)
-        position = gather_positions(asked.selection, row, place, sizes)
-        location = gather(kept.location, row, place, place < sizes.places)
-        live = (position >= 0) & (location < 0)
-        slot = gather(kept.slot_of, row, position, live)
-        barrier(sizes)
-        number = rank_code(slot, sizes.places) - victims
-        staged = _staging(asked, row, number, live & (slot < 0), sizes)
-        store_block(kept.location, row, place, jnp.where(slot < 0, staged, slot), live)
+    def locate(place: jax.Array, found: Pair, _: None) -> None:
+        live = claimed(found[0], row, sizes)[1]
+        number = rank_code(found[1], sizes.places) - victims
+        staged = _staging(asked, row, number, live & (found[1] < 0), sizes)
+        slot = jnp.where(found[1] < 0, staged, found[1])
+        store_block(kept.location, row, place, slot, live)
 
-    lax.fori_loop(0, sizes.blocks * (missing > 0).astype(jnp.int32), locate, None)
+    rounds = sizes.blocks * (missing > 0).astype(jnp.int32)
+    _each_claim(asked, kept, row, locate, None, sizes, misses=True, rounds=rounds)
 
 
 def _forget(

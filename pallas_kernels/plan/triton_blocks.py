@@ -8,32 +8,41 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.ids import NO_SLOT, masked
 
 Word = Any
 """An array outside a kernel, a reference to it inside, a shape for what a launch makes."""
+
+
+Pair = tuple[jax.Array, jax.Array]
+"""Two numbers or two blocks that go together, such as what a loop carries."""
 
 
 class Tuning(NamedTuple):
     """Sizes of the programs; blocks are powers of two of at most 2**14, which `ranks` can count.
 
     Attributes:
-        look_block: places of a selection that a program looks up.
+        look_block: places of a selection in a block of the look-up. One per thread is best: then
+            no operand moves between threads.
+        look_unroll: blocks that a program looks up together.
         look_warps: its warps.
+        look_programs: how many programs look up, about, if there is work for so many.
         block: places that the program of a request settles together.
         slots: slots that it looks at together.
         moves: misses to which it gives a slot together.
         warps: its warps.
     """
 
-    look_block: int = 1024
-    look_warps: int = 8
-    block: int = 8192
-    slots: int = 4096
+    look_block: int = 512
+    look_unroll: int = 4
+    look_warps: int = 16
+    look_programs: int = 256
+    block: int = 4096
+    slots: int = 2048
     moves: int = 2048
-    warps: int = 32
+    warps: int = 16
 
 
 class Sizes(NamedTuple):
@@ -46,14 +55,30 @@ class Sizes(NamedTuple):
     capacity: int
     page_slots: int
     max_pages: int
-    paged: int
     tuning: Tuning
     interpret: bool
 
     @property
+    def entries(self) -> int:
+        """Entries of the flat map."""
+        return self.requests * self.capacity
+
+    @property
     def look_block(self) -> int:
-        """Places that a program looks up."""
+        """Places in a block of the look-up."""
         return min(self.tuning.look_block, pl.next_power_of_2(self.places))
+
+    @property
+    def look_rounds(self) -> int:
+        """How often a program of the look-up takes some blocks."""
+        rounds = pl.cdiv(self.places, self.look_block * self.tuning.look_unroll)
+        return pl.cdiv(rounds, max(1, self.tuning.look_programs // self.requests))
+
+    @property
+    def look_parts(self) -> int:
+        """Programs that look up for a request."""
+        together = self.look_block * self.tuning.look_unroll
+        return pl.cdiv(self.places, self.look_rounds * together)
 
     @property
     def block(self) -> int:
@@ -75,7 +100,9 @@ class Lookup(NamedTuple):
     """What the look-up reads."""
 
     selection: Word  # [R, U]
-    tail_slot: Word  # [R, U]
+    start: Word  # [R]; of the tail, as what follows
+    first: Word  # [R]
+    length: Word  # [1]
     slot_of: Word  # [R, C]
     step: Word  # [1]
 
@@ -92,13 +119,13 @@ class Begun(NamedTuple):
     location: Word  # [R, U]
     fetch_position: Word  # [R, U]
     fetch_slot: Word  # [R, U]
-    claim: Word  # [R, U]; entry of the flat map, or past its end
+    claim: Word  # [R, U]; see `claim`
 
 
 class Asked(NamedTuple):
     """What settling reads."""
 
-    selection: Word  # [R, U]
+    claim: Word  # [R, U]
     retiring: Word  # [R, Q]
     staging: Word  # [R, G]; None if G is 0
     pages: Word  # [R, Pmax]
@@ -190,9 +217,12 @@ def barrier(sizes: Sizes) -> None:
         plgpu.debug_barrier()
 
 
-def gather(ref: jax.Ref, row: jax.Array, ids: jax.Array, live: jax.Array) -> jax.Array:
-    """`ref[row, ids]` where live, else NO_SLOT."""
-    return plgpu.load(ref.at[row, ids], mask=live, other=NO_SLOT)
+def gather(
+    ref: jax.Ref, row: jax.Array, ids: jax.Array, live: jax.Array, *, keep: bool = True
+) -> jax.Array:
+    """`ref[row, ids]` where live, else NO_SLOT; not kept in L1 if nobody reads it again."""
+    evict = None if keep else "evict_first"
+    return plgpu.load(ref.at[row, ids], mask=live, other=NO_SLOT, eviction_policy=evict)
 
 
 def gather_slots(ref: jax.Ref, slots: jax.Array, live: jax.Array) -> jax.Array:
@@ -252,6 +282,28 @@ def put(
     scatter(kept.slot_of, row, position, slot, live)
     scatter_slots(kept.position, slot, position, live)
     scatter_slots(kept.mark, slot, step, live)
+
+
+def claim(
+    row: jax.Array, position: jax.Array, hot: jax.Array, tail: jax.Array, sizes: Sizes
+) -> jax.Array:
+    """What a place claims in the flat map: an entry; counted from the end if it is in the tail.
+
+    The end itself, which is no entry, for what is hot and for what is no position.
+    """
+    entry = row * sizes.capacity + position
+    entry = jnp.where(tail, entry - sizes.entries, entry)
+    return jnp.where((position < 0) | hot, sizes.entries, entry)
+
+
+def claimed(
+    claim: Int[Array, " n"], row: jax.Array, sizes: Sizes
+) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
+    """Positions that places claim, else NO_SLOT; and which of them are misses."""
+    tail, miss = claim < 0, (claim >= 0) & (claim < sizes.entries)
+    position = claim - row * sizes.capacity
+    position = jnp.where(tail, position + sizes.entries, position)
+    return masked(position, tail | miss), miss
 
 
 def place_code(place: jax.Array, places: int) -> jax.Array:

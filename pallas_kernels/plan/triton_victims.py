@@ -5,14 +5,14 @@ their range: as many rounds as the range has bits, and none while there are enou
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.common.triton_select import middle, ranks, taken
 from pallas_kernels.plan.triton_blocks import (
@@ -63,18 +63,26 @@ def survey(
     blocks = _held_blocks(asked.pages, row, sizes)
     zeros = jnp.zeros((sizes.tuning.slots,), jnp.int32)
 
-    def look(block: jax.Array, seen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        number, slot, held = _held_slots(asked.pages, row, block, sizes)
-        empty = gather_slots(kept.position, slot, held) < 0
-        unused = only(asked.step) - gather_slots(kept.mark, slot, held)
-        age = jnp.where(empty, EMPTY, jnp.clip(unused, 0, EMPTY - 1))
-        age = jnp.where(held, age, NOT_HELD)
+    def read(block: jax.Array | int, page: jax.Array) -> tuple[jax.Array, ...]:
+        slot = _slots(page, block, sizes)
+        return page, *(gather_slots(ref, slot, page >= 0) for ref in (kept.position, kept.mark))
+
+    def look(block: jax.Array, carried: Any) -> Any:  # noqa: ANN401
+        (page, position, mark), after, seen = carried
+        # What the next block of slots holds is under way meanwhile, and the pages after it.
+        ahead = _pages(asked.pages, row, block + 2, sizes), read(block + 1, after)
+        age = jnp.clip(only(asked.step) - mark, 0, EMPTY - 1)
+        age = jnp.where(page >= 0, jnp.where(position < 0, EMPTY, age), NOT_HELD)
+        number = _numbers(block, sizes)
         store_block(made.ages, row, number, age, number >= 0)
         which = age == 0, age > 0, age == EMPTY
         counts = (old + new.astype(jnp.int32) for old, new in zip(seen[:3], which, strict=True))
-        return (*counts, jnp.maximum(seen[3], jnp.where(age == EMPTY, 0, age)))
+        seen = (*counts, jnp.maximum(seen[3], jnp.where(age == EMPTY, 0, age)))
+        return ahead[1], ahead[0], seen
 
-    *counts, oldest = lax.fori_loop(0, blocks, look, (zeros, zeros, zeros, zeros))
+    page, after = (_pages(asked.pages, row, block, sizes) for block in (0, 1))
+    start = read(0, page), after, (zeros, zeros, zeros, zeros)
+    *counts, oldest = lax.fori_loop(0, blocks, look, start)[2]
     used, free, empty = (jnp.sum(count) for count in counts)
     return Survey(blocks, used, free, empty, jnp.max(oldest))
 
@@ -87,14 +95,24 @@ def _held_blocks(pages_ref: jax.Ref, row: jax.Array, sizes: Sizes) -> Int[Array,
     return jnp.sum((page >= 0).astype(jnp.int32))
 
 
-def _held_slots(
-    pages_ref: jax.Ref, row: jax.Array, block: jax.Array, sizes: Sizes
-) -> tuple[Int[Array, " slots"], Int[Array, " slots"], Bool[Array, " slots"]]:
-    """Numbers in the page list, slots, and which are held, of a block of a request's slots."""
-    number = block * sizes.tuning.slots + jnp.arange(sizes.tuning.slots, dtype=jnp.int32)
-    place = lax.div(number, sizes.page_slots)
-    page = gather(pages_ref, row, place, place < sizes.max_pages)
-    return number, page * sizes.page_slots + lax.rem(number, sizes.page_slots), page >= 0
+def _numbers(block: jax.Array | int, sizes: Sizes) -> Int[Array, " slots"]:
+    """Numbers in the page list of a block of a request's slots."""
+    return block * sizes.tuning.slots + jnp.arange(sizes.tuning.slots, dtype=jnp.int32)
+
+
+def _pages(
+    pages_ref: jax.Ref, row: jax.Array, block: jax.Array | int, sizes: Sizes
+) -> Int[Array, " slots"]:
+    """Pages of a block of a request's slots, NO_SLOT for what it does not hold."""
+    place = lax.div(_numbers(block, sizes), sizes.page_slots)
+    return gather(pages_ref, row, place, place < sizes.max_pages)
+
+
+def _slots(
+    page: Int[Array, " slots"], block: jax.Array | int, sizes: Sizes
+) -> Int[Array, " slots"]:
+    """The slots of a block, on these pages."""
+    return page * sizes.page_slots + lax.rem(_numbers(block, sizes), sizes.page_slots)
 
 
 def choose(
@@ -119,7 +137,7 @@ def choose(
         block, *before = state
         age = ages(block)
         take, rank, after = ranks(age >= high, age >= low, ties, (before[0], before[1]))
-        _, slot, _ = _held_slots(asked.pages, row, block, sizes)
+        slot = _slots(_pages(asked.pages, row, block, sizes), block, sizes)
         scatter(made.victims, row, rank, slot, take)
         return block + 1, *after
 

@@ -5,12 +5,26 @@ from typing import NamedTuple
 from jaxtyping import Array, Int
 
 
+class Tail(NamedTuple):
+    """The rings that hold the newest positions: `position` in slot `first + position % length`.
+
+    Attributes:
+        start: int32 first position that each ring holds; it holds all that follow, up to `length`.
+        first: int32 first slot of each ring.
+        length: int32 scalar, slots of a ring.
+    """
+
+    start: Int[Array, " R"]
+    first: Int[Array, " R"]
+    length: Int[Array, ""]
+
+
 class PlanInput(NamedTuple):
     """What one step wants from one pool. R requests, T queries, K selected positions each.
 
     Attributes:
         selection: int32 selected positions of every query, NO_SLOT where there are fewer than K.
-        tail_slot: int32 slot of each selected position in the tail, NO_SLOT if it is not there.
+        tail: where the newest positions are.
         retiring: int32 positions about to leave the tail, to be kept on device if there is room.
         staging: int32 slots that take the misses for which no hot slot is left.
         pages: int32 pages that each request holds in this pool, NO_SLOT after the last.
@@ -18,7 +32,7 @@ class PlanInput(NamedTuple):
     """
 
     selection: Int[Array, "R T K"]
-    tail_slot: Int[Array, "R T K"]
+    tail: Tail
     retiring: Int[Array, "R Q"]
     staging: Int[Array, "R G"]
     pages: Int[Array, "R Pmax"]

@@ -1,5 +1,6 @@
 """Retrieval of what a step misses, and the attention that reads it, in one launch."""
 
+from functools import partial
 from typing import NamedTuple
 
 from jax.typing import DTypeLike
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.retrieve.api import check_pools
-from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.retrieve_attend import mosaic, reference
 
 
@@ -31,6 +32,7 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
     slots: Int[Array, "S W"],
     fetches: Fetches,
     attention: Attention,
+    moves: Moves | None = None,
     *,
     offset: int,
     row_format: DTypeLike | ScaledRow,
@@ -51,6 +53,7 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
         slots: see `retrieve.api`; donated by the caller's `jit`.
         fetches: see `retrieve.api`; positions ascend up to the counts.
         attention: queries, and what they select.
+        moves: see `retrieve.api`.
         offset: see `sparse_attention.api`, as all that follows.
         row_format: format of a row.
         value_width: leading numbers of a row that are its value.
@@ -70,8 +73,7 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
     refusal = mosaic.supports(attention.query, slots, **options)
     match resolve("retrieve_attend", backend, refusal=refusal):
         case "mosaic":
-            return mosaic.retrieve_attend(host, slots, fetches, attention, scale=scale, **options)
+            run = mosaic.retrieve_attend
         case _:
-            return reference.retrieve_attend(
-                host, slots, fetches, attention, scale=scale, backend=backend, **options
-            )
+            run = partial(reference.retrieve_attend, backend=backend)
+    return run(host, slots, fetches, attention, moves, scale=scale, **options)

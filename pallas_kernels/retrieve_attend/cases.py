@@ -16,7 +16,7 @@ from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, POISON
 from pallas_kernels.common.rows import words_of
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.retrieve.cases import words
-from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.sparse_attention import cases as attention_cases
 
 
@@ -28,6 +28,7 @@ class Inputs(NamedTuple):
         slots: the slots before.
         fetches: what is missing, by position.
         selection: positions that each query selects, by position.
+        moves: slots to copy to other slots.
         after: arguments of `sparse_attention` once the records are there: its slots are the result.
     """
 
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
     slots: Int[np.ndarray, "S W"]
     fetches: Fetches
     selection: Int[np.ndarray, "R T K"]
+    moves: Moves | None
     after: attention_cases.Inputs
 
 
@@ -89,7 +91,7 @@ def random(  # noqa: PLR0913  # one name per dimension
     host[(np.arange(requests)[:, None] * capacity + positions)[absent]] = slots[ids[absent]]
     slots[ids[absent]] = words(rng, int(absent.sum()), slots.shape[1])
     fetches = _fetches(rng.integers(0, capacity, (requests, room * top_k)), positions, ids, absent)
-    return Inputs(host, slots, fetches, _per_query(positions, queries), after)
+    return Inputs(host, slots, fetches, _per_query(positions, queries), None, after)
 
 
 def _records(
@@ -128,25 +130,39 @@ def _fetches(
 
 def position_out_of_range() -> Inputs:
     """The last record that the first request selects does not exist: its slot becomes POISON."""
-    host, slots, fetches, selection, after = random(missing=1.0)
-    position, last = len(host) // len(selection), int(fetches.counts[0]) - 1
-    selection[0, 0, last] = position
+    inputs = random(missing=1.0)
+    fetches, after = inputs.fetches, inputs.after
+    position, last = len(inputs.host) // len(inputs.selection), int(fetches.counts[0]) - 1
+    inputs.selection[0, 0, last] = position
     target = int(fetches.targets[0, last])
     after.slots[target], after.rows[target] = POISON, np.nan
     positions = fetches.positions.at[0, last].set(position)
-    return Inputs(host, slots, fetches._replace(positions=positions), selection, after)
+    return inputs._replace(fetches=fetches._replace(positions=positions))
 
 
 def targets_out_of_range() -> Inputs:
     """Some records have no slot: nobody attends to them, and the slots that they had stay."""
-    host, slots, fetches, selection, after = random(missing=1.0)
-    which = jnp.array([3, 70, 71, 149])
-    none = jnp.array([len(slots), -2, NO_SLOT, INT32_MAX], jnp.int32)
-    had = np.asarray(fetches.targets[0, which])
-    after.slots[had] = slots[had]
+    inputs = random(missing=1.0)
+    fetches, after = inputs.fetches, inputs.after
+    which = np.array([3, 70, 71, 149])
+    none = jnp.array([len(inputs.slots), -2, NO_SLOT, INT32_MAX], jnp.int32)
+    had = np.asarray(fetches.targets)[0, which]
+    after.slots[had] = inputs.slots[had]
     after.location[0, 0, which] = NO_SLOT
-    targets = fetches.targets.at[0, which].set(none)
-    return Inputs(host, slots, fetches._replace(targets=targets), selection, after)
+    return inputs._replace(fetches=fetches._replace(targets=fetches.targets.at[0, which].set(none)))
+
+
+def moved() -> Inputs:
+    """Some records that are not missing lie in slots that nobody selects, and are moved first."""
+    inputs = random()
+    slots, after = inputs.slots, inputs.after
+    spare = np.setdiff1d(np.arange(len(slots)), after.location)[:6]
+    there = np.flatnonzero((slots == after.slots).all(axis=1))
+    targets = np.intersect1d(there, after.location)[:6]
+    slots[spare] = after.slots[spare] = after.slots[targets]
+    slots[targets] = words(np.random.default_rng(1), len(targets), slots.shape[1])
+    ids = [[*spare, NO_SLOT, spare[0]], [*targets, there[-1], NO_SLOT]]
+    return inputs._replace(moves=Moves(*jnp.array(ids, jnp.int32)))
 
 
 CASES: dict[str, Callable[[], Inputs]] = {
@@ -166,6 +182,7 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "nothing_selected": partial(random, selected=(0, 0)),
     "position_out_of_range": position_out_of_range,
     "targets_out_of_range": targets_out_of_range,
+    "moved": moved,
     "float32": partial(random, rows=attention_cases.random, top_k=20, selected=(20, 7), layer=1),
     "glm_two_queries": partial(random, queries=2),
 }

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.common.ids import INT32_MAX, in_range, masked
 from pallas_kernels.common.memory_space import as_device
 from pallas_kernels.common.scaled_rows import ScaledRow
-from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.retrieve.api import retrieve
+from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.sparse_attention import mosaic as attention_kernel
 from pallas_kernels.sparse_attention.mosaic_rows import BLOCK
 
@@ -45,10 +46,14 @@ def retrieve_attend(
     slots: Int[Array, "S W"],
     fetches: Fetches,
     attention: tuple[Float[Array, "R 1 H width"], Int[Array, "R 1 K"], Int[Array, "R 1 K"]],
+    moves: Moves | None,
     **options: Any,  # those of sparse attention
 ) -> tuple[tuple[Float[Array, "R 1 H value"], Float[Array, "R 1 H"]], Int[Array, "S W"]]:
     """See `api.retrieve_attend`."""
     query, location, selection = attention
+    if moves is not None:
+        nothing = fetches._replace(counts=0 * fetches.counts)
+        slots = retrieve(host, slots, nothing, moves, backend="triton")
     brought = _brought(host, slots, fetches, selection[:, 0])
     return attention_kernel.retrieve_attend(query, slots, location, brought, **options)
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.retrieve.api import retrieve
-from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 
@@ -15,11 +16,15 @@ def retrieve_attend(
     slots: Int[Array, "S W"],
     fetches: Fetches,
     attention: tuple[Float[Array, "R T H width"], Int[Array, "R T K"], Int[Array, "R T K"]],
+    moves: Moves | None,
     *,
     backend: Backend | None,
     **options: Any,  # noqa: ANN401  # those of sparse attention
 ) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S W"]]:
     """See `api.retrieve_attend`."""
     query, location, _ = attention
-    slots = retrieve(host, slots, fetches, backend=backend)
-    return sparse_attention(query, slots, location, backend=backend, **options), slots
+    with jax.named_scope("retrieve"):
+        slots = retrieve(host, slots, fetches, moves, backend=backend)
+    with jax.named_scope("attend"):
+        attended = sparse_attention(query, slots, location, backend=backend, **options)
+    return attended, slots

@@ -210,9 +210,10 @@ def test_production_pools_span_24_gb():
 
 def test_plan_lists_have_room_for_the_whole_history():
     case = plan.CASES["16_requests_T8"].small()
-    (tables, steps) = case.build("reference").operands
-    assert steps[0].pages.shape == (2, -(-case.capacity // 16))
-    assert int(jnp.sum(steps[0].pages >= 0)) * 16 == tables.position.shape[0]
+    work = case.build("reference")
+    pages = work.operands[0].pages
+    assert pages.shape == (2, -(-case.capacity // 16))
+    assert int(jnp.sum(pages >= 0)) * 16 == work.state.position.shape[0]
 
 
 def test_link_says_what_it_means_on_a_cpu(capsys):

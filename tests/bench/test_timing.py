@@ -40,6 +40,13 @@ def test_measure_counts_calls_and_returns_the_last_state():
     assert len(results) == 2
 
 
+def test_measure_starts_every_chain_anew_on_demand():
+    given = jnp.ones(1)
+    _, state, _ = measure(_add, given, [jnp.float32(1)] * 2, calls=2, runs=3, anew=True)
+    assert state[0] == 3
+    assert given[0] == 1  # not donated
+
+
 @pytest.mark.parametrize(
     ("traffic", "name", "us"),
     [

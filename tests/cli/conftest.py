@@ -11,6 +11,7 @@ import pytest
 from dhisparse_jax.cli import session
 from dhisparse_jax.cli.main import main
 from dhisparse_jax.cli.report import Setting
+from dhisparse_jax.speculation.protocol import NO_DRAFT
 from tests.cli.fake_engine import FakeEngine, FakeLoaded, fake_teacher_force
 
 
@@ -75,11 +76,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         given.asked |= {"model": name, "dtype": dtype}
         return given.loaded
 
+    def load_draft(options, loaded):
+        given.asked |= {"draft_options": options}
+        return NO_DRAFT
+
     monkeypatch.setattr(session, "load_model", load_model)
+    monkeypatch.setattr(session, "load_draft", load_draft)
     monkeypatch.setattr(session, "make_engine", make_engine)
     monkeypatch.setattr(session, "teacher_force", fake_teacher_force)
     monkeypatch.setattr(
-        session, "setting_of", lambda loaded, policy: Setting("tiny", "cpu", "0", policy.value)
+        session,
+        "setting_of",
+        lambda loaded, policy, draft: Setting("tiny", "cpu", "0", policy.value, draft),
     )
     return given
 

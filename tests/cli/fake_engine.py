@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dhisparse_jax.engine.events import (
+    Acceptance,
     Event,
     Finished,
     NewTokens,
@@ -22,6 +23,7 @@ from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer
 
 PIECES = 3
 CONTEXT = 64
+ACCEPTANCE = Acceptance(blocks=1, verified=(1, 1), accepted=(1, 0))
 METRICS = StepMetrics(selected_rows=8, hit_rows=5, tail_rows=1, fetched_rows=2, host_bytes_read=256)
 SIZES = Sizes(
     host_bytes=3 << 20,
@@ -55,6 +57,9 @@ class FakeEngine:
     sizes: Sizes = SIZES
     on_step: Callable[[int], None] = lambda step: None
 
+    def draft_step_seconds(self) -> float:
+        return 0.25
+
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         texts = [list(request.prompt) for request in requests]
         for index in range(len(requests)):
@@ -65,7 +70,7 @@ class FakeEngine:
         while still := [i for i in range(len(requests)) if not self._reason(requests[i], texts[i])]:
             step += 1
             self.on_step(step)
-            yield StepDone(step, METRICS)
+            yield StepDone(step, METRICS, ACCEPTANCE)
             for index in still:
                 yield from self._advance(index, requests[index], texts[index])
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dhisparse_jax.cli.options import PolicyName
+from dhisparse_jax.cli.options import DraftOptions, PolicyName
 from tests.cli.fake_engine import FakeLoaded
 
 
@@ -73,6 +73,12 @@ def test_document_holds_tokens_and_metrics(run, fake, prompt, tmp_path):
     assert metrics["host_bytes"] == 3 << 20
     assert metrics["hot_bytes"] == 1 << 20
     assert metrics["tail_bytes"] == 2048
+    assert metrics["accept_length"] == 2.0
+    assert metrics["accept_by_position"] == [1.0, 0.0]
+    assert metrics["draft_seconds"] == 0.5
+    assert metrics["draft_bytes"] == 0
+    spent = max(metrics["decode_seconds"] - 0.5, 0.0)
+    assert metrics["verify_seconds"] == pytest.approx(spent)
     assert metrics["tokens_per_s"] == pytest.approx(3 / metrics["seconds"])
 
 
@@ -258,3 +264,24 @@ def test_a_file_is_no_trace_folder(run, fake, prompt):
 def test_bad_options_are_refused(run, fake, arguments, message):
     assert message in run("decode", *arguments).error
     assert fake.asked == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ((), DraftOptions("none", None, False)),
+        (("--draft", "dspark"), DraftOptions("dspark", None, False)),
+        (("--draft", "some/where", "--draft-length", 3), DraftOptions("some/where", 3, False)),
+        (("--draft", "dflash2", "--draft-length", "auto"), DraftOptions("dflash2", None, True)),
+    ],
+)
+def test_draft_options(run, fake, prompt, arguments, wanted):
+    assert run("decode", "-p", prompt("a", b"a"), "-n", 1, *arguments).code == 0
+    assert fake.asked["draft_options"] == wanted
+    assert fake.asked["queries"] == 1  # no draft is loaded here
+
+
+@pytest.mark.parametrize("length", ["0", "-1", "2.5", "many", ""])
+def test_draft_length_that_means_nothing(run, fake, prompt, length):
+    error = run("decode", "-p", prompt("a", b"a"), "--draft-length", length).error
+    assert "is neither auto nor a number of at least 1" in error

@@ -1,5 +1,6 @@
 """The command on the real engine and small random checkpoints: nothing is replaced here."""
 
+import dataclasses
 import json
 import math
 
@@ -9,10 +10,24 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.models.checkpoint import load_checkpoint
+from dhisparse_jax.models.draft.checkpoint import make_draft, save_draft
 from dhisparse_jax.models.glm.dense import forward
+from dhisparse_jax.models.params import params_of
 from tests.support.checkpoints import CONTEXT, TOKENS, write_own, write_published
+from tests.support.small_draft import CONFIGS, noisy
 
-STAGES = ("append", "select", "plan", "retrieve", "attend", "commit", "backup", "adapt", "verify")
+STAGES = (
+    "append",
+    "select",
+    "plan",
+    "retrieve",
+    "attend",
+    "commit",
+    "backup",
+    "adapt",
+    "verify",
+    "accept",
+)
 POLICIES = ("resident", "fixed", "adaptive")
 
 
@@ -67,6 +82,74 @@ def test_policies_give_the_same_tokens(run, published, tmp_path, prompt):
     assert documents["fixed"]["metrics"]["fetched_rows"] > 0
     sizes = {name: documents[name]["metrics"]["hot_bytes"] for name in POLICIES}
     assert sizes["fixed"] == sizes["adaptive"] < sizes["resident"]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory):
+    """Random drafts for `published`, one with a candidate selector and one with a Markov head."""
+    folder = tmp_path_factory.mktemp("drafts")
+    for kind in ("dflash2", "dspark"):
+        config = dataclasses.replace(
+            CONFIGS[kind], vocab_size=256, target_layers=3, taps=(0, 2), mask_token_id=255
+        )
+        model = make_draft(config, jnp.float32)
+        save_draft(folder / kind, config, noisy(params_of(model)))
+    return folder
+
+
+def decoded(run, published, tmp_path, *arguments):
+    """The document of a run of three prompts over two rows."""
+    files = [tmp_path / f"p{n}" for n in (5, 40, 90)]
+    for path, length in zip(files, (5, 40, 90), strict=True):
+        path.write_bytes(bytes(range(65, 65 + length)))
+    paths = [item for path in files for item in ("-p", path)]
+    document = tmp_path / "out.json"
+    sizes = ("-n", 14, "--batch", 2, "--hot-rows", 10, "--json", document)
+    result = run("decode", "-m", published, *paths, *sizes, *arguments)
+    assert result.code == 0, result.err
+    return json.loads(document.read_text())
+
+
+PLAIN = {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "policy"), [("dflash2", None, "adaptive"), ("dspark", "auto", "fixed")]
+)
+def test_drafts_give_the_same_tokens(run, published, drafts, tmp_path, kind, length, policy):
+    plain = PLAIN.get("run") or decoded(run, published, tmp_path)
+    PLAIN["run"] = plain  # one for both cases
+    options = ("--draft-length", length) if length else ()
+    drafted = decoded(
+        run, published, tmp_path, "--policy", policy, "--draft", drafts / kind, *options
+    )
+    assert drafted["requests"] == plain["requests"]
+    assert (plain["draft"], drafted["draft"]) == ("none", str(drafts / kind))
+    assert plain["metrics"]["accept_length"] == 1.0
+    metrics = drafted["metrics"]
+    assert len(metrics["accept_by_position"]) == 3
+    assert metrics["accept_length"] == pytest.approx(1 + sum(metrics["accept_by_position"]))
+    assert metrics["draft_seconds"] > 0
+    assert metrics["verify_seconds"] <= metrics["decode_seconds"]
+    assert metrics["draft_bytes"] > 0
+
+
+def test_draft_for_another_target_is_refused(run, published, drafts, tmp_path, prompt):
+    path = ("-p", prompt("a", b"x"))
+    for change, message in (
+        ({"vocab_size": 64, "mask_token_id": 63}, "64"),
+        ({"target_hidden_size": 16}, "16"),
+        ({"target_layers": 9, "taps": (0, 7)}, "9"),
+    ):
+        fitting = {"vocab_size": 256, "target_layers": 3, "mask_token_id": 255}
+        config = dataclasses.replace(CONFIGS["dflash2"], **(fitting | change))
+        params = params_of(make_draft(config, jnp.float32))
+        save_draft(tmp_path / message, config, params)
+        assert message in run("decode", "-m", published, *path, "--draft", tmp_path / message).error
+    error = run("decode", "-m", published, *path, "--draft", drafts / "dspark", "--draft-length", 9)
+    assert "draft length 9 is not possible" in error.error
+    assert "--draft-length needs a draft" in run("decode", *path, "--draft-length", 2).error
+    assert "unknown draft nothing" in run("decode", *path, "--draft", "nothing").error
 
 
 def test_sampling_repeats_with_its_seed(run, published, prompt):

@@ -54,7 +54,16 @@ def test_one_program_per_function(served):
     run(served, [request(n, 3, seed=n) for n in (5, 20, 40, 60)])
     list(forced_logits(served, prompt(40), 30))
     count = lambda name: getattr(served.compiled, name)._cache_size()
-    once = ("step", "join", "leave", "embed", "first_token", "set_sampler")
+    once = (
+        "step",
+        "join",
+        "leave",
+        "embed",
+        "first_token",
+        "set_text",
+        "draft_prompt",
+        "draft_reset",
+    )
     for name in (*once, "forward", "finish", "logits"):
         assert (name, count(name)) == (name, 1)
     for name in ("prefill", "admit", "empty_prompt"):

@@ -29,7 +29,7 @@ def served(request):
 
 
 def step(served, block, accepted):
-    logits, state = served.compiled.forward(served.params, served.state, jnp.asarray(block))
+    logits, _, state = served.compiled.forward(served.params, served.state, jnp.asarray(block))
     served.state = served.compiled.finish(state, jnp.asarray(accepted, jnp.int32))
     return np.asarray(logits)
 
@@ -95,7 +95,7 @@ def test_same_as_one_token_at_a_time(served):
 
 def test_nothing_is_committed_before_the_end_of_a_step(served):
     before = visible(served)
-    _, state = served.compiled.forward(
+    _, _, state = served.compiled.forward(
         served.params, served.state, jnp.asarray(TOKENS[:, :QUERIES])
     )
     served.state = state

@@ -25,9 +25,9 @@ pytestmark = [
 fused = partial(api.retrieve_attend, backend="mosaic")
 
 
-def in_turn(host, slots, fetches, attention, **how):
+def in_turn(host, slots, fetches, attention, moves=None, **how):
     """The two kernels, one after the other."""
-    slots = retrieve(host, slots, fetches)
+    slots = retrieve(host, slots, fetches, moves)
     query, location, _ = attention
     return attention_mosaic.sparse_attention(query, slots, location, **how), slots
 
@@ -110,7 +110,7 @@ def test_a_scan_may_close_over_the_host_pool():
         step = partial(turn, fused, host, fetches, attention)
         return jax.lax.scan(step, slots, jnp.arange(4, dtype=jnp.int32))
 
-    host, slots, *rest = arguments(inputs)
+    host, slots, *rest, _ = arguments(inputs)
     single = jax.jit(partial(turn, in_turn))
     wanted, after = [], jnp.copy(slots)
     for number in range(4):

@@ -42,7 +42,16 @@ def test_top_k_of_a_long_history(distinct):
 @pytest.mark.parametrize("name", plan_cases.CASES)
 def test_plan(name):
     inputs = plan_cases.CASES[name]()
-    small = plan_triton.Tuning(look_block=8, look_warps=2, block=8, slots=16, moves=4, warps=4)
+    small = plan_triton.Tuning(
+        look_block=64,
+        look_unroll=2,
+        look_warps=2,
+        look_programs=6,
+        block=8,
+        slots=16,
+        moves=4,
+        warps=4,
+    )
     wanted = plan_reference.plan(inputs.wanted, inputs.tables, page_slots=inputs.page_slots)
     for run in (
         partial(plan, backend="triton"),

@@ -93,7 +93,7 @@ def test_typed_view_is_unpack_where_nothing_but_xla_reads_it(dtype, interpret):
     ("operation", "platform", "backend"),
     [
         ("sparse_attention", "cuda", "mosaic"),
-        ("index_scores", "gpu", "triton"),
+        ("index_scores", "gpu", "mosaic"),
         ("retrieve", "gpu", "triton"),
         ("plan", "gpu", "triton"),
         ("sparse_attention", "cpu", "reference"),
@@ -112,10 +112,24 @@ def test_host_operations_need_a_kernel():
 
 def test_only_a_default_gives_way_to_the_reference(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert resolve("index_scores", None, refusal=None) == "triton"
-    assert resolve("index_scores", None, refusal="65 heads") == "reference"
-    assert resolve("index_scores", "reference", refusal="65 heads") == "reference"
-    with pytest.raises(NotImplementedError, match="index_scores cannot run this: 65 heads"):
-        resolve("index_scores", "triton", refusal="65 heads")
+    assert resolve("top_k", None, refusal=None) == "triton"
+    assert resolve("top_k", None, refusal="65 heads") == "reference"
+    assert resolve("top_k", "reference", refusal="65 heads") == "reference"
+    with pytest.raises(NotImplementedError, match="top_k cannot run this: 65 heads"):
+        resolve("top_k", "triton", refusal="65 heads")
     with pytest.raises(NotImplementedError, match="retrieve cannot run this: odd records"):
         resolve("retrieve", None, refusal="odd records")
+
+
+def test_operands_may_have_a_kernel_of_their_own(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    named = {"refusal": None, "kernel": "triton"}
+    assert resolve("index_scores", None, **named) == "triton"
+    assert resolve("index_scores", "triton", **named) == "triton"
+    assert resolve("index_scores", "reference", **named) == "reference"
+    with pytest.raises(NotImplementedError, match="no mosaic kernel for operands like these"):
+        resolve("index_scores", "mosaic", **named)
+    with pytest.raises(NotImplementedError, match="top_k has no mosaic kernel"):
+        resolve("top_k", "mosaic", refusal=None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert resolve("index_scores", None, **named) == "reference"

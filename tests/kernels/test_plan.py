@@ -10,11 +10,11 @@ import pytest
 from pallas_kernels.common.backends import default_backend
 from pallas_kernels.plan import api, reference, triton
 from pallas_kernels.plan.cases import CASES
-from pallas_kernels.plan.types import PlanInput, PlanTables
+from pallas_kernels.plan.types import PlanInput, PlanTables, Tail
 from tests.hierarchy.numpy_model import Residency, plan_request
 from tests.support.lowering import lowered_kernels
 
-SMALL = triton.Tuning(look_block=8, block=8, slots=16, moves=4)
+SMALL = triton.Tuning(look_block=4, look_unroll=2, look_programs=6, block=8, slots=16, moves=4)
 """Several blocks of everything, for the small cases."""
 
 RUN = {"reference": reference.plan, "triton": partial(triton.plan, tuning=SMALL, interpret=True)}
@@ -63,7 +63,8 @@ def residency(inputs, request):
 def by_loops(inputs, request):
     """The plan of one request, and what it holds afterwards."""
     wanted, held = inputs.wanted, residency(inputs, request)
-    tails = dict(zip(wanted.selection[request].flat, wanted.tail_slot[request].flat, strict=True))
+    start, first = (int(column[request]) for column in wanted.tail[:2])
+    ring = lambda position: first + position % int(wanted.tail.length)
     expected = plan_request(
         held,
         page_slots=inputs.page_slots,
@@ -73,7 +74,7 @@ def by_loops(inputs, request):
                 wanted.selection[request], selected(inputs)[request], strict=True
             )
         ],
-        tail_slot=lambda position: tails[position] if tails[position] >= 0 else None,
+        tail_slot=lambda position: ring(position) if position >= start else None,
         retiring=[position for position in wanted.retiring[request].tolist() if position >= 0],
         staging=wanted.staging[request].tolist(),
         step=int(wanted.step),
@@ -131,7 +132,7 @@ def test_fetches_each_missing_record_once(name, implementation):
         assert len(fetched) == len(set(fetched)) <= inputs.wanted.selection[request].size
         chosen = selected(inputs)[request]
         here = inputs.tables.slot_of[request][np.where(chosen, selection, 0)] >= 0
-        missing = selection[~here & (inputs.wanted.tail_slot[request] < 0) & chosen]
+        missing = selection[~here & (selection < inputs.wanted.tail.start[request]) & chosen]
         assert set(fetched) == set(missing.tolist())
 
 
@@ -206,13 +207,12 @@ def wanted_at(step, style, pages, rng):
         picked = SELECTIONS[style](rng, step, query, lengths[request] + query + 1)[:K]
         selection[request, query, : len(picked)] = picked
     oldest = np.maximum(lengths + QUERIES - TAIL, 0)
-    first = REQUESTS * PAGES * PAGE_SLOTS + TAIL * np.arange(REQUESTS)[:, None, None]
-    tail = np.where(selection >= oldest[:, None, None], first + selection % TAIL, -1)
+    first = REQUESTS * PAGES * PAGE_SLOTS + TAIL * np.arange(REQUESTS)
     retiring = (lengths + QUERIES - TAIL)[:, None] + np.arange(QUERIES)
     staging = first.max() + TAIL + np.arange(REQUESTS * QUERIES * K)
     return PlanInput(
         selection=jnp.asarray(selection),
-        tail_slot=jnp.asarray(np.where(selection >= 0, tail, -1), jnp.int32),
+        tail=Tail(*(jnp.asarray(each, jnp.int32) for each in (oldest, first, TAIL))),
         retiring=jnp.asarray(np.where(retiring >= 0, retiring, -1), jnp.int32),
         staging=jnp.asarray(staging.reshape(REQUESTS, -1), jnp.int32),
         pages=pages,
@@ -251,7 +251,7 @@ def test_lowers_for_cuda(requests, queries, budget):
     staging = max(0, queries - budget) * k
     wanted = PlanInput(
         selection=ids(requests, queries, k),
-        tail_slot=ids(requests, queries, k),
+        tail=Tail(start=ids(requests), first=ids(requests), length=ids()),
         retiring=ids(requests, queries),
         staging=ids(requests, staging),
         pages=ids(requests, capacity // 16),

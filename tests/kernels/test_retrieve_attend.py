@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.common.ids import INT32_MAX
 from pallas_kernels.common.scaled_rows import GLM_FP8
-from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.retrieve_attend import api, cases, mosaic
 from pallas_kernels.sparse_attention import mosaic as attention_mosaic
 from pallas_kernels.sparse_attention.mosaic_rows import BLOCK
@@ -64,7 +64,7 @@ def test_nothing_selected_gives_exact_zeros():
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_cases_keep_to_what_the_operation_asks_for(name):
-    _, slots, fetches, selection, after = case(name)
+    _, slots, fetches, selection, moves, after = case(name)
     taken = [set(request[request >= 0]) for request in after.location.reshape(len(selection), -1)]
     assert sum(map(len, taken)) == len(set().union(*taken)), "two requests read a slot"
     for request, count in enumerate(fetches.counts.tolist()):
@@ -75,9 +75,9 @@ def test_cases_keep_to_what_the_operation_asks_for(name):
             some = mine[: (mine >= 0).sum()]
             assert (some >= 0).all()
             assert (np.diff(some) > 0).all()
-    missing = (slots != after.slots).any(axis=1).sum()
+    written = int(fetches.counts.sum()) + (0 if moves is None else 6)
     out_of_range = 4 if name == "targets_out_of_range" else 0
-    assert missing == int(fetches.counts.sum()) - out_of_range
+    assert (slots != after.slots).any(axis=1).sum() == written - out_of_range
 
 
 def test_cases_miss_what_their_names_say():
@@ -96,13 +96,17 @@ def test_a_block_brings_what_its_rows_need(name):
     inputs = case(name)
     operands = *arguments(inputs)[:3], inputs.selection[:, 0]
     host, rows, targets, before = jax.tree.map(np.asarray, jax.jit(mosaic._brought)(*operands))
-    every = inputs.slots.copy()
+    slots = inputs.slots.copy()
+    if inputs.moves is not None:
+        from_, to = (np.asarray(ids[:6]) for ids in inputs.moves)
+        slots[to] = slots[from_]
+    every = slots.copy()
     blocks = -(-inputs.selection.shape[2] // BLOCK)
     assert before.shape == (len(inputs.selection), blocks + 1)
     assert (before[:, 0] == 0).all()
     np.testing.assert_array_equal(before[:, -1], inputs.fetches.counts)
     for request, block in np.ndindex(len(before), blocks):
-        alone = inputs.slots.copy()
+        alone = slots.copy()
         for entry in range(*before[request, block : block + 2]):
             row, target = rows[request, entry], targets[request, entry]
             if target >= 0:
@@ -170,16 +174,16 @@ def test_pools_that_do_not_fit_are_refused():
 
 
 LOWERED = {
-    "one_layer": (128, 288, jnp.bfloat16, 0),
-    "group": (128, 1152, jnp.bfloat16, 576),
-    "fp8_group": (128, 672, GLM_FP8, 328),
-    "few_requests": (16, 1152, jnp.bfloat16, 864),
+    "one_layer": (128, 288, jnp.bfloat16, 0, 0),
+    "group": (128, 1152, jnp.bfloat16, 576, 0),
+    "fp8_group": (128, 672, GLM_FP8, 328, 128),
+    "few_requests": (16, 1152, jnp.bfloat16, 864, 16),
 }
 
 
 @pytest.mark.parametrize("name", LOWERED)
 def test_the_kernel_lowers_at_production_size_without_a_copy_of_the_pools(name):
-    requests, words, row_format, offset = LOWERED[name]
+    requests, words, row_format, offset, moves = LOWERED[name]
     ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     lists = ids(requests, 2048), ids(requests, 2048), ids(requests)
     query = jax.ShapeDtypeStruct((requests, 1, 64, 576), jnp.bfloat16)
@@ -191,16 +195,19 @@ def test_the_kernel_lowers_at_production_size_without_a_copy_of_the_pools(name):
         *(ids(host, words), ids(slots, words)),
         Fetches(*lists),
         api.Attention(query, each, each),
+        Moves(ids(moves), ids(moves)) if moves else None,
     )
     calls, others = [], []
     for line in hlo.splitlines():
-        (calls if "@mosaic_gpu" in line else others).append(line)
-    assert len(calls) == 1
+        (calls if "stablehlo.custom_call" in line else others).append(line)
+    kernels = ["__gpu$xla.gpu.triton", "mosaic_gpu_v2"] if moves else ["mosaic_gpu_v2"]
+    assert [line.split("@")[1].split("(")[0].strip('"') for line in calls] == kernels
+    assert all("output_operand_alias<" in call for call in calls), "slots are not written in place"
     alias = "output_operand_alias<output_tuple_indices = [2], operand_index = 1,"
-    assert alias in calls[0], "the slots are not written in place"
+    assert alias in calls[-1]
     pools = [f"tensor<{count}x{words}xi32>" for count in (host, slots)]
     touched = [line for line in others if any(pool in line for pool in pools)]
     assert [line.split()[0] for line in touched] == ["func.func", "return"], "a pool is copied"
     splits = attention_mosaic.default_tuning(requests, 2048).splits
     assert splits == (1 if requests == 128 else 8)
-    assert f"tensor<{requests}x1x{splits}x64xf32>" in calls[0]
+    assert f"tensor<{requests}x1x{splits}x64xf32>" in calls[-1]

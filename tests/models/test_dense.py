@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dhisparse_jax.models.glm import attend, dense
 from dhisparse_jax.models.glm.attend import select_top_k, window_positions
@@ -123,3 +124,17 @@ def test_gradients_are_finite_and_reach_every_weight_of_the_model():
         # The choice of rows and of experts is not differentiable.
         untouched = "indexer" in name or name.endswith("router.bias")
         assert bool(np.any(gradient)) != untouched, name
+
+
+def test_taps_are_the_residual_stream_after_their_layers():
+    """The last layer's is what the head reads; another one's is that of a model cut off there."""
+    model, tokens = small_model(), tokens_of(12)
+    attend_all = dense.Causal()
+    features = dense.run_layers(model, tokens, attend_all, taps=(2, 0))
+    width = model.config.hidden_size
+    np.testing.assert_array_equal(features.taps[..., :width], features.h)
+    shorter = small_model()
+    shorter.layers = nnx.List(list(shorter.layers)[:1])
+    cut = dense.run_layers(shorter, tokens, attend_all).h
+    np.testing.assert_allclose(features.taps[..., width:], cut, atol=1e-6)
+    assert dense.run_layers(model, tokens, attend_all).taps.shape[-1] == 0

@@ -3,9 +3,23 @@
 import jax.numpy as jnp
 import numpy as np
 
+from dhisparse_jax.model import layers_of
+
 
 def dense_logits(model, params, tokens):
     """Logits of every position of one text; every query selects its exact top K."""
+    x, _ = dense_streams(model, params, tokens)
+    return np.asarray(model.logits(params, x)[0])
+
+
+def dense_features(model, params, tokens, taps):
+    """What a drafter that reads after the layers `taps` gets to see: [positions, features]."""
+    _, streams = dense_streams(model, params, tokens)
+    return np.concatenate([np.asarray(streams[layer][0]) for layer in taps], axis=-1)
+
+
+def dense_streams(model, params, tokens):
+    """The residual stream after the last layer, and after every layer by number."""
     geometry = model.geometry
     length = len(tokens)
     causal = np.tril(np.ones((length, length), bool))
@@ -29,6 +43,9 @@ def dense_logits(model, params, tokens):
 
     x = model.embed(params, jnp.asarray(tokens, jnp.int32)[None])
     positions = jnp.arange(length, dtype=jnp.int32)[None]
-    for pool in range(len(geometry.layers_per_pool)):
-        x, _ = model.run_group(params, pool, x, positions, open_group, attend)
-    return np.asarray(model.logits(params, x)[0])
+    streams = {}
+    for pool, count in enumerate(geometry.layers_per_pool):
+        places = tuple(range(count))
+        x, tapped, _ = model.run_group(params, pool, x, positions, open_group, attend, places)
+        streams |= zip(layers_of(geometry, pool, places), tapped, strict=True)
+    return x, streams

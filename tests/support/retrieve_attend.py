@@ -14,7 +14,7 @@ from tests.support.memory import on_host
 def arguments(inputs):
     """Operands on the device, the pool on the host; the slots may be donated."""
     attention = api.Attention(inputs.after.query, inputs.after.location, inputs.selection)
-    rest = jax.tree.map(jnp.array, (inputs.slots, inputs.fetches, attention))
+    rest = jax.tree.map(jnp.array, (inputs.slots, inputs.fetches, attention, inputs.moves))
     return on_host(inputs.host), *rest
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
-from dhisparse_jax.engine.events import Finished, NewTokens, StepDone, StepMetrics
+from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
 from dhisparse_jax.engine.request import Request
 from tests.support.toy_model import toy
 
@@ -47,6 +47,12 @@ def engine(policy, hot_rows, **sizes):
     return Engine(*model(), config(policy, hot_rows, **sizes), chunk=CHUNK)
 
 
+def drafted(policy, hot_rows, draft, **options):
+    """An engine with a drafter; not shared, since a draft is not hashable."""
+    cfg = config(policy, hot_rows, queries=draft.drafter.length + 1)
+    return Engine(*model(), cfg, chunk=CHUNK, draft=draft, **options)
+
+
 def prompt(length, seed=0):
     vocabulary = model()[0].vocabulary
     return tuple(np.random.default_rng(seed).integers(0, vocabulary, length).tolist())
@@ -66,6 +72,7 @@ class Run:
     tokens: dict
     finished: dict
     steps: list
+    acceptance: Acceptance
 
     @property
     def total(self):
@@ -74,15 +81,17 @@ class Run:
 
 def run(engine, requests, after_step=lambda: None):
     """Run to the end; `after_step` is called after every decode step."""
-    result = Run(tokens={n: [] for n in range(len(requests))}, finished={}, steps=[])
+    tokens = {n: [] for n in range(len(requests))}
+    result = Run(tokens=tokens, finished={}, steps=[], acceptance=Acceptance())
     for event in engine.run(requests):
         match event:
             case NewTokens(number, tokens):
                 result.tokens[number].extend(tokens)
             case Finished(number, reason):
                 result.finished[number] = reason
-            case StepDone(_, metrics):
+            case StepDone(_, metrics, acceptance):
                 result.steps.append(metrics)
+                result.acceptance += acceptance
                 after_step()
     assert is_idle(engine)
     return result

@@ -46,7 +46,7 @@ class ToyModel:
     def embed(self, params, tokens):
         return params["embed"][tokens]
 
-    def run_group(self, params, pool, x, positions, open_group, attend):
+    def run_group(self, params, pool, x, positions, open_group, attend, taps=()):
         group = params["groups"][pool]
         here = x + params["place"][positions]
         split = lambda y, heads: y.reshape(*y.shape[:-1], heads, -1)
@@ -57,12 +57,15 @@ class ToyModel:
                 keys=here @ group["ik"],
             )
         )
+        tapped = []
         for number, layer in enumerate(group["layers"]):
             y = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
             query = split(y @ layer["query"], self.heads)
             values, opened = attend(opened, number, y @ layer["row"], query)
             x = x + values.reshape(*x.shape[:-1], -1).astype(x.dtype) @ layer["out"]
-        return x, opened
+            if number in taps:
+                tapped.append(x)
+        return x, tuple(tapped), opened
 
     def logits(self, params, x):
         return (x @ params["head"]).astype(jnp.float32)

@@ -1,0 +1,45 @@
+"""What an option refuses, with the value. Typer's own ranges let NaN through."""
+
+import math
+
+import typer
+
+AUTO = "auto"
+"""A length that the program chooses."""
+
+
+def count(value: int | None) -> int | None:
+    """Refuse less than 1; None is an option that was not given."""
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is less than 1")
+    return value
+
+
+def draft_length(value: str | None) -> str | None:
+    """Refuse what is neither AUTO nor a number of at least 1."""
+    if value is None or value == AUTO:
+        return value
+    if not value.isdecimal() or int(value) < 1:
+        raise typer.BadParameter(f"{value} is neither {AUTO} nor a number of at least 1")
+    return value
+
+
+def not_negative(value: float) -> float:
+    """Refuse less than 0, NaN and infinity."""
+    if not (math.isfinite(value) and value >= 0):
+        raise typer.BadParameter(f"{value} is not a number of at least 0")
+    return value
+
+
+def probability(value: float) -> float:
+    """Refuse what is not above 0 and at most 1."""
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{value} is not above 0 and at most 1")
+    return value
+
+
+def seed_value(value: int) -> int:
+    """Refuse what does not fit the 32 bits of a seed."""
+    if not 0 <= value < 2**32:
+        raise typer.BadParameter(f"{value} is not in the range 0 to {2**32 - 1}")
+    return value

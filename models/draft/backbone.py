@@ -1,0 +1,248 @@
+"""The draft model as Flax NNX modules: weights and per-layer parts, with the published names.
+
+A published matrix `X.weight [out, in]` is `X.kernel [in, out]` here; every other array has its
+published name and shape. Which positions a row attends to is decided in `models.draft.block`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from dhisparse_jax.models.draft.config import DraftConfig
+from dhisparse_jax.models.draft.dflash2 import CandidateSelector, DynamicConv, convolve
+from dhisparse_jax.models.draft.dspark import ConfidenceHead, MarkovHead
+from dhisparse_jax.models.glm.linear import linear, residual_init
+from dhisparse_jax.models.glm.norms import RmsNorm
+from dhisparse_jax.models.glm.rope import rotate
+
+
+class Context(NamedTuple):
+    """Keys, normed and rotated, and values of committed positions, for every layer."""
+
+    keys: Float[Array, "b layers s heads dim"]
+    values: Float[Array, "b layers s heads dim"]
+
+
+class Seen(NamedTuple):
+    """What the rows of one layer see: positions of the context, and rows of their own block."""
+
+    context: Bool[Array, "b a t s"]
+    block: Bool[Array, "t t"]
+
+
+class DraftAttention(nnx.Module):
+    """Projections of grouped-query attention with normed queries and keys."""
+
+    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        width, dim = config.hidden_size, config.head_dim
+        param_dtype = jnp.dtype(config.param_dtype)
+        args = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        norm_args = {"epsilon": config.norm_eps, "dtype": dtype, "param_dtype": param_dtype}
+        inner = config.num_heads * dim
+        self.q_proj = linear(width, inner, **args)
+        self.k_proj = linear(width, config.num_kv_heads * dim, **args)
+        self.v_proj = linear(width, config.num_kv_heads * dim, **args)
+        out_init = residual_init(inner, config.num_layers)
+        self.o_proj = linear(inner, width, kernel_init=out_init, **args)
+        self.q_norm = RmsNorm(dim, **norm_args)
+        self.k_norm = RmsNorm(dim, **norm_args)
+        self.dim = dim
+        self.theta = config.rope_theta
+
+    def queries(
+        self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"]
+    ) -> Float[Array, "*batch heads dim"]:
+        """Normed and rotated queries."""
+        return self._turned(self.q_norm(self._split(self.q_proj(x))), positions)
+
+    def keys_values(
+        self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"]
+    ) -> tuple[Float[Array, "*batch kv dim"], Float[Array, "*batch kv dim"]]:
+        """Normed and rotated keys, and values."""
+        keys = self._turned(self.k_norm(self._split(self.k_proj(x))), positions)
+        return keys, self._split(self.v_proj(x))
+
+    def output(self, heads: Float[Array, "*batch heads dim"]) -> Float[Array, "*batch d"]:
+        """Residual update from the attended values of each head."""
+        return self.o_proj(heads.reshape(*heads.shape[:-2], -1))
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-1], -1, self.dim)
+
+    def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        return rotate(x, positions[..., None], theta=self.theta, style="half-split")
+
+
+def attend_block(
+    queries: Float[Array, "b a t heads dim"],
+    context: tuple[Float[Array, "b s kv dim"], Float[Array, "b s kv dim"]],
+    own: tuple[Float[Array, "b a t kv dim"], Float[Array, "b a t kv dim"]],
+    seen: Seen,
+) -> Float[Array, "b a t heads dim"]:
+    """Attention of each row over what it sees of the context and of its block.
+
+    Args:
+        queries: of `a` blocks of `t` rows in each of `b` sequences.
+        context: keys and values that all blocks of a sequence share.
+        own: keys and values of the block's rows. A row sees itself, so no row sees nothing.
+        seen: what each row sees.
+    """
+    kv, dim = context[0].shape[-2:]
+    grouped = queries.reshape(*queries.shape[:3], kv, -1, dim)
+    wide = jnp.float32
+    logits = jnp.concatenate(
+        (
+            jnp.einsum("batkgd,bskd->bakgts", grouped, context[0], preferred_element_type=wide),
+            jnp.einsum("batkgd,baukd->bakgtu", grouped, own[0], preferred_element_type=wide),
+        ),
+        axis=-1,
+    )
+    block = jnp.broadcast_to(seen.block[None, None], (*seen.context.shape[:3], len(seen.block)))
+    mask = jnp.concatenate((seen.context, block), axis=-1)[:, :, None, None]
+    weights = jax.nn.softmax(jnp.where(mask, logits * dim**-0.5, -jnp.inf), axis=-1)
+    weights = weights.astype(own[1].dtype)
+    length = seen.context.shape[-1]
+    values = jnp.einsum("bakgts,bskd->batkgd", weights[..., :length], context[1])
+    values = values + jnp.einsum("bakgtu,baukd->batkgd", weights[..., length:], own[1])
+    return values.reshape(queries.shape)
+
+
+class DraftMlp(nnx.Module):
+    """`down(silu(gate x) * up x)`."""
+
+    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        width, inner = config.hidden_size, config.intermediate_size
+        args = {"dtype": dtype, "param_dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
+        self.gate_proj = linear(width, inner, **args)
+        self.up_proj = linear(width, inner, **args)
+        down_init = residual_init(inner, config.num_layers)
+        self.down_proj = linear(inner, width, kernel_init=down_init, **args)
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        """Residual update for normalised inputs `x`."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nnx.Module):
+    """One layer over block rows: `h += attention(norm(h))`, then `h += mlp(norm(h))`.
+
+    Attributes:
+        attention_conv: DFlash2's convolutions around the attention, else None.
+        mlp_conv: DFlash2's convolutions around the MLP, else None.
+    """
+
+    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = _norm(config, dtype)
+        self.self_attn = DraftAttention(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = _norm(config, dtype)
+        self.mlp = DraftMlp(config, dtype=dtype, rngs=rngs)
+        convolved = config.selector is not None
+        self.attention_conv = DynamicConv(config, dtype=dtype, rngs=rngs) if convolved else None
+        self.mlp_conv = DynamicConv(config, dtype=dtype, rngs=rngs) if convolved else None
+
+    def __call__(
+        self,
+        x: Float[Array, "b a t d"],
+        positions: Int[Array, "b a t"],
+        context: tuple[Float[Array, "b s kv dim"], Float[Array, "b s kv dim"]],
+        seen: Seen,
+    ) -> Float[Array, "b a t d"]:
+        """The rows after this layer."""
+
+        def attention(y: jax.Array) -> jax.Array:
+            queries = self.self_attn.queries(y, positions)
+            own = self.self_attn.keys_values(y, positions)
+            return self.self_attn.output(attend_block(queries, context, own, seen))
+
+        x = x + _around(self.attention_conv, self.input_layernorm(x), attention)
+        return x + _around(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+
+
+def _around(
+    conv: DynamicConv | None, x: jax.Array, sublayer: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """A sublayer, between its convolutions if it has them."""
+    if conv is None:
+        return sublayer(x)
+    before, after = conv.kernels(x)
+    return convolve(after, sublayer(convolve(before, x)))
+
+
+def _norm(config: DraftConfig, dtype: jnp.dtype) -> RmsNorm:
+    """A norm over the draft's width."""
+    return RmsNorm(
+        config.hidden_size,
+        epsilon=config.norm_eps,
+        dtype=dtype,
+        param_dtype=jnp.dtype(config.param_dtype),
+    )
+
+
+class DraftModel(nnx.Module):
+    """All weights of a draft, kept as `nnx.Param`; embedding and head are the target's.
+
+    Args:
+        config: Sizes. `config.param_dtype` is the dtype of the weights.
+        rngs: Source of the initial values.
+        dtype: Compute dtype. Norms, softmax, logits and scores are float32 whatever it is.
+    """
+
+    def __init__(
+        self, config: DraftConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype | type = jnp.float32
+    ) -> None:
+        dtype = jnp.dtype(dtype)
+        self.fc = linear(
+            len(config.taps) * config.target_hidden_size,
+            config.hidden_size,
+            dtype=dtype,
+            param_dtype=jnp.dtype(config.param_dtype),
+            rngs=rngs,
+        )
+        self.hidden_norm = _norm(config, dtype)
+        self.layers = nnx.List(
+            DraftLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)
+        )
+        self.norm = _norm(config, dtype)
+        args = {"dtype": dtype, "rngs": rngs}
+        dspark = config.markov
+        self.candidate_selector = CandidateSelector(config, **args) if config.selector else None
+        self.markov_head = MarkovHead(config, **args) if dspark else None
+        confident = dspark is not None and dspark.confidence
+        self.confidence_head = ConfidenceHead(config, **args) if confident else None
+        self.dtype = dtype
+
+    def context(self, features: Float[Array, "b s taps"], positions: Int[Array, "b s"]) -> Context:
+        """Keys and values of committed tokens from the target's hidden states.
+
+        The fused features do not pass a layer's input norm: it is for block rows alone.
+        """
+        fused = self.hidden_norm(self.fc(features.astype(self.dtype)))
+        parts = [layer.self_attn.keys_values(fused, positions) for layer in self.layers]
+        keys, values = zip(*parts, strict=True)
+        return Context(jnp.stack(keys, axis=1), jnp.stack(values, axis=1))
+
+    def hidden(
+        self,
+        rows: Float[Array, "b a t d"],
+        positions: Int[Array, "b a t"],
+        context: Context,
+        seen: tuple[Seen, ...],
+    ) -> Float[Array, "b a t d"]:
+        """Block rows after the last norm.
+
+        Args:
+            rows: embeddings of the anchor and the masks.
+            positions: absolute positions of the rows.
+            context: keys and values of committed positions.
+            seen: per layer, what the rows see.
+        """
+        h = rows.astype(self.dtype)
+        for number, layer in enumerate(self.layers):
+            own = context.keys[:, number], context.values[:, number]
+            own = (own[0].astype(self.dtype), own[1].astype(self.dtype))
+            h = layer(h, positions, own, seen[number])
+        return self.norm(h)

@@ -1,0 +1,52 @@
+"""Index keys: numbers of 16 or 32 bits, or numbers of 8 bits with a scale per key."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.common.scaled_rows import rescaled, scales_of
+
+
+class ScaledKeys(NamedTuple):
+    """fp8 keys, 132 bytes for 128 numbers: a key is `scale * numbers`.
+
+    Numbers and scales are two arrays and not 132-byte rows: the copy engine of a GPU lays a tile
+    out as the matrix units want it only if rows are multiples of 16 bytes, and the scales of a tile
+    are a contiguous run.
+
+    Attributes:
+        numbers: e4m3.
+        scales: float32.
+    """
+
+    numbers: Float[Array, "R C width"]
+    scales: Float[Array, "R C"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Requests, positions and width."""
+        return self.numbers.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the numbers."""
+        return self.numbers.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and scales."""
+        return self.numbers.nbytes + self.scales.nbytes
+
+
+Keys = Float[Array, "R C width"] | ScaledKeys
+
+
+def quantise(keys: Float[Array, "R C width"]) -> ScaledKeys:
+    """The e4m3 keys nearest to `keys`, each scaled so that its largest number is the largest e4m3.
+
+    The error of a number is at most 2^-4 of it, or 2^-10 of the scale where it is small.
+    """
+    exact = keys.astype(jnp.float32)
+    scales = scales_of(exact)
+    return ScaledKeys(numbers=rescaled(exact, scales), scales=scales)
