@@ -21,7 +21,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.ops import backup, index_scores, plan, retrieve, sparse_attention, top_k
+from bench.ops import (
+    backup,
+    index_scores,
+    plan,
+    retrieve,
+    retrieve_attend,
+    sparse_attention,
+    top_k,
+)
 from bench.record import environment, write
 from bench.roofline import Bound, Floors, Traffic, bound, measure_floors
 from bench.timing import RUNS, Timing, measure
@@ -35,6 +43,7 @@ OPERATIONS: dict[str, Any] = {
     "index_scores": index_scores,
     "top_k": top_k,
     "sparse_attention": sparse_attention,
+    "retrieve_attend": retrieve_attend,
 }
 
 CONSOLE = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
@@ -105,6 +114,7 @@ def run(job: Job, floors: Floors, backend: Backend | None = None, runs: int = RU
         )
         found = work.inspect(state, results) if work.inspect else {}
         detail |= {**work.detail, **found, **_speed(work.traffic, floors, timing)}
+        detail |= _parts(work, state, timing, runs)
         row |= {"time_us": timing.median, "ratio": timing.median / least.us}
     except REFUSED as reason:
         lines = str(reason).strip().splitlines() or [""]
@@ -134,6 +144,17 @@ def _speed(traffic: Traffic, floors: Floors, timing: Timing) -> dict[str, Any]:
         "calls_per_run": timing.calls,
         "gbps": moved / timing.median / 1e3,
     }
+
+
+def _parts(work: AnyWork, state: Any, together: Timing, runs: int) -> dict[str, float]:  # noqa: ANN401
+    """Time of each part alone, and that of the whole in units of the longest."""
+    times: dict[str, float] = {}
+    for name, step in work.parts.items():
+        alone, state, _ = measure(step, state, work.operands, calls=work.calls, runs=runs)
+        times[f"{name}_us"] = alone.median
+    if not times:
+        return {}
+    return {**times, "together_over_longer": together.median / max(times.values())}
 
 
 def table(rows: list[Row], title: str) -> Table:

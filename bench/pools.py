@@ -1,6 +1,7 @@
 """Large host pools of random records, for benchmarks that read or write them.
 
-A word is a hash of its place, so that a record can be checked without keeping a second copy.
+A word is a hash of its place, so that a record can be checked without keeping a second copy. As
+numbers of any row format its parts are finite, so that attention over them can be checked too.
 Pinning memory takes about a second per GB, so pools are kept while the sizes stay the same.
 """
 
@@ -13,19 +14,23 @@ from jaxtyping import Array, Int
 Pools = tuple[Array, ...]
 
 
+FINITE = 0xBFBFBFBF
+"""Without the highest exponent bit of float32, bfloat16 and float8 (e4m3) numbers: below 2."""
+
+
 def record_words(
     rows: Int[Array, " n"], words: int, pool: int | Int[Array, ""]
 ) -> Int[Array, "n words"]:
     """The content of records `rows` of pool number `pool`: a hash of row, word and pool.
 
-    The mixing steps are those of MurmurHash3's 32-bit finaliser.
+    The mixing steps are those of MurmurHash3's 32-bit finaliser; then one bit per byte is cleared.
     """
     row = rows.astype(jnp.uint32)[:, None] * jnp.uint32(0x9E3779B1)
     word = jnp.arange(words, dtype=jnp.uint32)[None] * jnp.uint32(0x85EBCA77)
     mixed = row ^ word ^ jnp.uint32(pool) * jnp.uint32(0x27D4EB2F)
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(multiplier)
-    return (mixed ^ (mixed >> 16)).view(jnp.int32)
+    return ((mixed ^ (mixed >> 16)) & jnp.uint32(FINITE)).view(jnp.int32)
 
 
 class PoolCache:

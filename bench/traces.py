@@ -81,6 +81,12 @@ class Locality:
             raise ValueError(f"{self} selects more positions of a band than there are")
         return ends, shares
 
+    def budget(self, misses: float, k: int, history: int) -> int:
+        """Slots of an LRU cache that misses this share of a selection: all deeper than them."""
+        ends, shares = self.bands(k, history)
+        deeper = 1 - np.cumsum(np.append(0, shares))
+        return round(float(np.interp(-misses, -deeper, np.append(0, ends))))
+
 
 GLM_5_1 = Locality(edges=(1, 1.5, 2, 3, 4), shares=(0.70, 0.104, 0.062, 0.041, 0.026), exponent=0.6)
 """Calibrated to GLM-5.1, K = 2048; see the module."""

@@ -36,6 +36,7 @@ class Work(Generic[State, Operands, Result]):
         detail: what is worth knowing of the case, for the result.
         inspect: looks at the last state and results: adds to the detail what is only known then.
             Raises WrongResultError if it finds a wrong result.
+        parts: what the operation consists of, as steps on the same data, each to be timed alone.
     """
 
     step: Step[State, Operands, Result]
@@ -46,6 +47,7 @@ class Work(Generic[State, Operands, Result]):
     anew: bool = False
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inspect: Callable[[State, list[Result]], Mapping[str, Any]] | None = None
+    parts: Mapping[str, Step[State, Operands, Any]] = dataclasses.field(default_factory=dict)
 
 
 AnyWork = Work[Any, Any, Any]

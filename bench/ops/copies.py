@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from bench.caches import lru, simulate
 from bench.traces import trace
@@ -140,15 +140,47 @@ def missed_copies(sizes: CopySizes, *, k: int, budget: int) -> Copies:
     There is room for every selected position, K entries per request, most of which do not count.
     """
     rng = np.random.default_rng(0)
-    history = sizes.pool_records // sizes.requests - sizes.calls
-    calls: list[list[np.ndarray]] = [[] for _ in range(sizes.calls)]
+    selected = zip(*traced_selections(sizes, k=k, budget=budget), strict=True)
+    calls = [
+        [mine[which] for mine, which in zip(positions, missed, strict=True)]
+        for positions, missed in selected
+    ]
+    return _listed(dataclasses.replace(sizes, entries=k), rng, calls)
+
+
+class Selections(NamedTuple):
+    """What requests select in each call.
+
+    Attributes:
+        positions: distinct positions of each request, ascending.
+        missed: which of them have to be fetched.
+    """
+
+    positions: Int[np.ndarray, "calls R K"]
+    missed: Bool[np.ndarray, "calls R K"]
+
+
+def traced_selections(sizes: CopySizes, *, k: int, budget: int) -> Selections:
+    """Requests that follow calibrated traces with an LRU cache of `budget` slots."""
+    history = sizes.capacity - sizes.calls
+    shape = (sizes.calls, sizes.requests, k)
+    positions, missed = np.empty(shape, np.int32), np.empty(shape, np.bool_)
     for request in range(sizes.requests):
         sample = trace(k=k, history=history, steps=sizes.calls, seed=request)
-        steps = [np.sort(selected) for selected in sample.selection]
-        missed = simulate(steps, lru, sample.stack[:budget], history)
-        for call, selected, fetched in zip(calls, steps, missed, strict=True):
-            call.append(selected[np.isin(selected, fetched)])
-    return _listed(dataclasses.replace(sizes, entries=k), rng, calls)
+        steps = positions[:, request] = np.sort(sample.selection, axis=1)
+        fetched = simulate(list(steps), lru, sample.stack[:budget], history)
+        for call, each in enumerate(fetched):
+            missed[call, request] = np.isin(steps[call], each)
+    return Selections(positions, missed)
+
+
+def random_selections(sizes: CopySizes, *, k: int, share: float) -> Selections:
+    """Random positions, of which every request misses the same share, wherever they are."""
+    rng = np.random.default_rng(0)
+    shape = (sizes.calls, sizes.requests)
+    drawn = [rng.choice(sizes.capacity, k, replace=False) for _ in range(sizes.calls * shape[1])]
+    missed = rng.permuted(np.tile(np.arange(k) < round(share * k), (*shape, 1)), axis=2)
+    return Selections(np.sort(drawn, axis=1).reshape(*shape, k).astype(np.int32), missed)
 
 
 def _listed(sizes: CopySizes, rng: np.random.Generator, calls: list[list[np.ndarray]]) -> Copies:

@@ -114,7 +114,7 @@ class SparseAttention:
             state=(),
             operands=(queries, slots, locations),
             calls=self.calls,
-            traffic=self._traffic(),
+            traffic=self.traffic(),
             detail={"distinct_rows": self.distinct},
         )
 
@@ -130,7 +130,7 @@ class SparseAttention:
                 locations[request, query] = rng.permutation(mine[end - fresh - shared : end])
         return locations
 
-    def _traffic(self) -> Traffic:
+    def traffic(self) -> Traffic:
         """Every distinct row once, queries, values and locations once."""
         pairs = self.requests * self.queries * self.heads
         rows = self.requests * self.distinct * self.row_bytes
@@ -181,6 +181,12 @@ CASES: dict[str, SparseAttention] = {
 }
 
 
+def row_bytes_of(inputs: Inputs) -> int:
+    """Bytes of a row of a shared case."""
+    row, query = inputs.row_format, inputs.query
+    return row.bytes if isinstance(row, ScaledRow) else query.shape[-1] * query.dtype.itemsize
+
+
 def shared(inputs: Inputs, backend: Backend) -> AttentionWork:
     """A benchmark of the inputs of a shared case."""
     query, slots, location, sinks, offset, row_format, value_width, scale, _ = inputs
@@ -192,9 +198,7 @@ def shared(inputs: Inputs, backend: Backend) -> AttentionWork:
         value_width=value_width,
         scale=scale,
     )
-    width = query.shape[-1]
-    scaled = row_format if isinstance(row_format, ScaledRow) else None
-    row_bytes = scaled.bytes if scaled else width * query.dtype.itemsize
+    width, row_bytes = query.shape[-1], row_bytes_of(inputs)
     rows = len(np.unique(location[location >= 0]))
     pairs, selected = query.size // width, location.shape[-1]
     return Work(

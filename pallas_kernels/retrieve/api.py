@@ -43,14 +43,23 @@ def retrieve(
         ValueError: the host pool cannot be divided among the requests, or its records and the slots
             are of different sizes.
     """
+    check_pools(host, slots, fetches)
+    match resolve("retrieve", backend, refusal=None):
+        case "triton":
+            return triton.retrieve(host, slots, fetches, moves)
+        case _:
+            return reference.retrieve(host, slots, fetches, moves)
+
+
+def check_pools(host: Int[Array, "N _"], slots: Int[Array, "S W"], fetches: Fetches) -> None:
+    """Whether the requests can fetch from the host pool into the slots.
+
+    Raises:
+        ValueError: see `retrieve`.
+    """
     requests = fetches.positions.shape[0]
     if host.shape[0] % max(requests, 1) or host.shape[1] != slots.shape[1]:
         raise ValueError(
             f"{requests} requests cannot fetch from a host pool of {host.shape} words into slots "
             f"of {slots.shape[1]}; every request needs as many records, of the size of a slot"
         )
-    match resolve("retrieve", backend, refusal=None):
-        case "triton":
-            return triton.retrieve(host, slots, fetches, moves)
-        case _:
-            return reference.retrieve(host, slots, fetches, moves)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.retrieve.api import check_pools
 from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.retrieve_attend import mosaic, reference
 
@@ -27,7 +28,7 @@ class Attention(NamedTuple):
 
 
 def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
-    host: Int[Array, "N W"],
+    host: Int[Array, "N _"],
     slots: Int[Array, "S W"],
     fetches: Fetches,
     attention: Attention,
@@ -44,7 +45,8 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
     The attention works on rows that are there while missing records come over the link. Positions
     are what tells which rows a block of the selection has to wait for, so fetches are in ascending
     order of position and every one of them is selected; that is how `plan` lists them for one query
-    with an ascending selection, as `top_k` gives it.
+    with an ascending selection, as `top_k` gives it. No request reads a slot that another one
+    fetches into.
 
     Args:
         host: see `retrieve.api`.
@@ -63,8 +65,10 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
         Values and log-sum-exp, and the slots with the records in place.
 
     Raises:
+        ValueError: see `retrieve.api`.
         NotImplementedError: if the named backend does not take operands like these.
     """
+    check_pools(host, slots, fetches)
     options = {"offset": offset, "row_format": row_format, "value_width": value_width}
     refusal = mosaic.supports(attention.query, slots, **options)
     match resolve("retrieve_attend", backend, refusal=refusal):

@@ -54,19 +54,28 @@ def retrieve_attend(
     if moves is not None:
         nothing = fetches._replace(counts=0 * fetches.counts)
         slots = retrieve(host, slots, nothing, moves, backend="triton")
+    brought = _brought(host, slots, fetches, selection[:, 0])
+    return attention_kernel.retrieve_attend(query, slots, location, brought, **options)
+
+
+def _brought(
+    host: Int[Array, "N W"],
+    slots: Int[Array, "S W"],
+    fetches: Fetches,
+    selection: Int[Array, "R K"],
+) -> attention_kernel.Brought:
+    """The fetches as the kernel takes them: by block, with ids that exist or are NO_SLOT."""
     requests, entries = fetches.positions.shape
     capacity = host.shape[0] // requests
     counted = jnp.arange(entries, dtype=jnp.int32)[None] < fetches.counts[:, None]
     request = jnp.arange(requests, dtype=jnp.int32)[:, None]
-    rows = masked(request * capacity + fetches.positions, in_range(fetches.positions, capacity))
-    targets = masked(fetches.targets, in_range(fetches.targets, slots.shape[0]))
-    missing = attention_kernel.Brought(
+    rows = request * capacity + fetches.positions
+    return attention_kernel.Brought(
         host=as_device(host),
-        rows=rows,
-        targets=targets,
-        before=_before(jnp.where(counted, fetches.positions, INT32_MAX), selection[:, 0]),
+        rows=masked(rows, in_range(fetches.positions, capacity)),
+        targets=masked(fetches.targets, in_range(fetches.targets, slots.shape[0])),
+        before=_before(jnp.where(counted, fetches.positions, INT32_MAX), selection),
     )
-    return attention_kernel.retrieve_attend(query, slots, location, missing, **options)
 
 
 def _before(positions: Int[Array, "R U"], selection: Int[Array, "R K"]) -> Int[Array, "R blocks"]:

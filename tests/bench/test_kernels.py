@@ -10,10 +10,12 @@ import pytest
 import typer
 
 from bench import kernels, link
-from bench.ops import backup, plan, retrieve, sparse_attention
-from bench.ops.copies import missed_copies, random_copies
+from bench.ops import backup, plan, retrieve, retrieve_attend, sparse_attention
+from bench.ops.copies import missed_copies, random_copies, random_selections
 from bench.roofline import Floors
 from pallas_kernels.retrieve import api as retrieve_api
+from pallas_kernels.retrieve_attend import api as retrieve_attend_api
+from pallas_kernels.sparse_attention.api import sparse_attention as attend
 from pallas_kernels.top_k import api as top_k_api
 from pallas_kernels.top_k.reference import top_k as top_k_reference
 
@@ -49,6 +51,7 @@ def _small(operation, name):
         ("index_scores", "T1"),
         ("top_k", ""),
         ("sparse_attention", "T8"),
+        ("retrieve_attend", "2688B_traces"),
     ],
 )
 def test_small_run_reports_every_case(operation, case, capsys, tmp_path):
@@ -118,6 +121,41 @@ def test_copies_are_checked():
     assert detail["in_place"]
 
 
+def test_the_parts_of_an_operation_are_timed_beside_it():
+    for kind in ("traces", "random"):
+        row = _small("retrieve_attend", f"1152B_{kind}_14.2")
+        detail = row["detail"]
+        assert detail["checked"]
+        assert detail["missed"] == pytest.approx(0.142, rel=0.2)
+        longer = max(detail["retrieve_us"], detail["attend_us"])
+        assert detail["together_over_longer"] == pytest.approx(row["time_us"] / longer)
+
+
+@pytest.mark.parametrize("what", ["records", "lse"])
+def test_wrong_attention_is_noticed(what, monkeypatch, capsys):
+    def early(host, slots, fetches, attention, **how):
+        """Attention before retrieval, or no retrieval."""
+        attended = attend(attention.query, slots, attention.location, **how)
+        return attended, retrieve_api.retrieve(host, slots, fetches) if what == "lse" else slots
+
+    monkeypatch.setattr(retrieve_attend_api, "retrieve_attend", early)
+    with pytest.raises(typer.Exit):
+        kernels.main(op="retrieve_attend", case="1152B_random_14.2", small=True, runs=2)
+    (row,) = _last_line(capsys)["rows"]
+    assert row["time_us"] is None
+    assert row["detail"]["reason"].startswith(f"WrongResultError: ['{what}'] differs")
+
+
+def test_random_selections_miss_an_exact_share():
+    sizes = retrieve_attend.CASES["4608B_random_1.4"].small().sizes
+    positions, missed = random_selections(sizes, k=50, share=0.14)
+    assert positions.shape == missed.shape == (2, 2, 50)
+    assert (np.diff(positions, axis=2) > 0).all()
+    assert positions.max() < sizes.capacity
+    assert (missed.sum(axis=2) == 7).all()
+    assert (missed[0, 0] != missed[1, 1]).any()
+
+
 def test_missed_copies_are_the_misses_of_the_trace():
     sizes = retrieve.CASES["2688B_misses_2K"].small().sizes
     copies = missed_copies(sizes, k=64, budget=128)
@@ -161,9 +199,9 @@ def test_overlap_of_neighbouring_queries():
 
 
 def test_production_pools_span_24_gb():
-    for cases in (retrieve.CASES, backup.CASES):
+    for cases in (retrieve.CASES, backup.CASES, retrieve_attend.CASES):
         for name, case in cases.items():
-            reached = case.sizes.span if cases is retrieve.CASES else case.sizes.reached
+            reached = case.sizes.reached if cases is backup.CASES else case.sizes.span
             assert reached >= 24e9, name
             assert case.sizes.pool_records < 2**31
     one_pool = retrieve.CASES["2688B_16MB_one_pool"].sizes

@@ -48,6 +48,15 @@ def test_locality_is_tunable(share):
         assert measured == pytest.approx(share * published / 0.3, rel=0.05)
 
 
+@pytest.mark.parametrize("share", [0.3, 0.142, 0.014])
+def test_a_budget_misses_the_share_it_was_chosen_for(share):
+    budget = GLM_5_1.budget(share, 128, 3000)
+    sample = trace(k=128, history=3000, steps=200)
+    missed = simulate(sample.selection, lru, sample.stack[:budget], 3000)
+    measured = np.mean([len(each) for each in missed]) / 128
+    assert measured == pytest.approx(share, rel=0.1)
+
+
 def test_too_short_a_history_is_refused():
     with pytest.raises(ValueError, match="too short for K = 64"):
         trace(k=64, history=256, steps=1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from dhisparse_jax.hierarchy.state import HOST_KIND, host_sharding
+from dhisparse_jax.hierarchy.state import HOST_KIND
 from pallas_kernels.backup import api as backup_api
 from pallas_kernels.backup import cases as backup_cases
 from pallas_kernels.backup import reference as backup_reference
@@ -20,6 +20,7 @@ from pallas_kernels.retrieve import cases as retrieve_cases
 from pallas_kernels.retrieve import reference as retrieve_reference
 from pallas_kernels.retrieve import triton as retrieve_triton
 from tests.support.lowering import lowered, lowered_kernels
+from tests.support.memory import on_host
 
 FEW = Tuning(records=4, warps=1, programs=3)
 """So that the programs of a small case have several turns, and the last one is not full."""
@@ -78,11 +79,6 @@ def run_backup(call, inputs, hosts):
     return jax.jit(run, donate_argnums=0, compiler_options=QUICK)(
         hosts, inputs.slots, inputs.rows, inputs.sources
     )
-
-
-def on_host(words):
-    """A host pool. By way of a JAX array: an alias of NumPy's memory could not be donated."""
-    return jax.device_put(jnp.array(words), host_sharding())
 
 
 @pytest.mark.parametrize("implementation", RETRIEVE)
