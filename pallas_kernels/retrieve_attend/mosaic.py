@@ -19,7 +19,7 @@ from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.retrieve.api import retrieve
 from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.sparse_attention import mosaic as attention_kernel
-from pallas_kernels.sparse_attention.mosaic_rows import BLOCK
+from pallas_kernels.sparse_attention.mosaic_work import BLOCK, HEADS
 
 
 def supports(
@@ -34,8 +34,8 @@ def supports(
     _, queries, heads, _ = query.shape
     if queries > 1:
         return f"{queries} queries per request (only 1: others share what they miss)"
-    if heads > attention_kernel.HEADS:
-        return f"{heads} heads (at most {attention_kernel.HEADS}: blocks of them share rows)"
+    if heads > HEADS:
+        return f"{heads} heads (at most {HEADS}: blocks of them share rows)"
     return attention_kernel.supports(
         query, slots, offset=offset, row_format=row_format, value_width=value_width
     )

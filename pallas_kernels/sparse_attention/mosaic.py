@@ -20,9 +20,7 @@ What bounds it: one query per request, memory. More queries, the chain of `weigh
 64 x 64 x 16 that read both operands from shared memory, then a softmax by a single warpgroup.
 """
 
-import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -33,118 +31,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.mosaic import Ref, kernel, load, params
-from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.common.scaled_rows import ScaledRow
-from pallas_kernels.sparse_attention.mosaic_records import (
-    Missing,
-    bring_records,
-)
+from pallas_kernels.sparse_attention.mosaic_records import Missing, bring_records
 from pallas_kernels.sparse_attention.mosaic_rows import (
-    BLOCK,
-    CHUNK,
-    TILE,
     TRANSFORMS,
-    Rows,
     Stage,
     fill_stage,
     init_arrivals,
     load_slots,
     wait_arrival,
 )
+from pallas_kernels.sparse_attention.mosaic_work import (
+    BLOCK,
+    HEADS,
+    LOG2_E,
+    LOWEST,
+    Spec,
+    Tuning,
+    Work,
+    attended,
+    prepare,
+)
+from pallas_kernels.sparse_attention.mosaic_work import supports as supports
 
-HEADS = 64
-"""Heads of a CUDA block: the rows of a matrix product. Fewer are padded."""
-MOST_WIDTH = 576
-"""Numbers of a row: two blocks of longer rows do not fit into shared memory."""
 STAGES = 2
 PIECE = 128
 """Columns of an accumulator: one of 256 takes more registers than four warpgroups start with."""
-MULTIPROCESSORS = 132
-"""Of an H200. Selections are split until there are about as many CUDA blocks."""
-LOG2_E = math.log2(math.e)
-LOWEST = float(jnp.finfo(jnp.float32).min)
-BY_HEAD = plgpu.Layout.WGMMA.reduce(1)
-BY_ROW = plgpu.Layout.WGMMA.reduce(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """How the work is cut: parts of a selection, each a CUDA block of its own."""
-
-    splits: int = 1
-
-
-def default_tuning(programs: int, top_k: int) -> Tuning:
-    """The tuning for so many CUDA blocks of one part."""
-    splits = 1
-    while programs * 2 * splits <= MULTIPROCESSORS and top_k >= 4 * splits * BLOCK:
-        splits *= 2
-    return Tuning(splits)
-
-
-class Registers(NamedTuple):
-    """Registers of a CUDA thread in each role; 2 sum + weigh + fetch is at most 512."""
-
-    fetch: int
-    weigh: int
-    sum: int
-
-
-COPYING = Registers(fetch=64, weigh=112, sum=168)
-EXPANDING = Registers(fetch=88, weigh=104, sum=160)
 STARTING = 128
 """Registers with which every CUDA thread of four warpgroups starts."""
-
-
-def supports(
-    query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
-    *,
-    offset: int,
-    row_format: DTypeLike | ScaledRow,
-    value_width: int,
-) -> str | None:
-    """Why the kernel cannot take these operands; None if it can."""
-    width = query.shape[-1]
-    if query.dtype != jnp.bfloat16:
-        return f"queries of {query.dtype} (only bfloat16)"
-    if not isinstance(row_format, ScaledRow):
-        if jnp.dtype(row_format) != jnp.bfloat16:
-            return f"rows of {jnp.dtype(row_format)} (only bfloat16 and scaled rows)"
-    elif row_format.quantised % TILE or row_format.rest != TILE:
-        return f"{row_format} (quantised numbers in whole tiles of {TILE}, and {TILE} others)"
-    if width > MOST_WIDTH:
-        return f"rows of {width} numbers (at most {MOST_WIDTH})"
-    for what, start in (("row", offset), ("record", slots.shape[1])):
-        if start * WORD_BYTES % CHUNK:
-            return f"a {what} that starts at {start * WORD_BYTES} bytes (only multiples of {CHUNK})"
-    if width * 2 % CHUNK and not isinstance(row_format, ScaledRow):
-        return f"rows of {width * 2} bytes (only multiples of {CHUNK})"
-    return None
-
-
-class Spec(NamedTuple):
-    """What is static in a kernel.
-
-    Attributes:
-        rows: where rows are.
-        columns: columns of values, in whole tiles for two warpgroups.
-        scale: of the logits, in powers of two.
-        blocks: blocks of a part.
-        registers: of each role.
-        sinks: whether the first part starts with a sink.
-        bring: whether missing records are brought from the host meanwhile.
-    """
-
-    rows: Rows
-    columns: int
-    scale: float
-    blocks: int
-    registers: Registers
-    sinks: bool
-    bring: bool = False
+BY_HEAD = plgpu.Layout.WGMMA.reduce(1)
+BY_ROW = plgpu.Layout.WGMMA.reduce(0)
 
 
 def sparse_attention(
@@ -161,8 +78,8 @@ def sparse_attention(
 ) -> tuple[Float[Array, "R T H value"], Float[Array, "R T H"]]:
     """See `api.sparse_attention`."""
     options = {"offset": offset, "row_format": row_format, "value_width": value_width}
-    work = _work(query, slots, location, sinks, tuning, scale=scale, **options)
-    return _attended(query, value_width, *_attend_parts(work, slots))
+    work = prepare(query, slots, location, sinks, tuning, scale=scale, **options)
+    return attended(query, value_width, *_attend_parts(work, slots))
 
 
 class Brought(NamedTuple):
@@ -195,92 +112,14 @@ def retrieve_attend(
 ) -> tuple[tuple[Float[Array, "R 1 H value"], Float[Array, "R 1 H"]], Int[Array, "S W"]]:
     """See `retrieve_attend.api`: the same kernel, which also brings what is missing."""
     options = {"offset": offset, "row_format": row_format, "value_width": value_width}
-    work = _work(query, slots, location, None, tuning, scale=scale, **options)
+    work = prepare(query, slots, location, None, tuning, scale=scale, **options)
     splits, part = work.location.shape[1:]
     more = splits * part // BLOCK + 1 - brought.before.shape[1]
     before = jnp.pad(brought.before, ((0, 0), (0, more)), mode="edge")
     work = work._replace(spec=work.spec._replace(bring=True))
     pool = jax.new_ref(slots)
     parts = _attend_parts(work, pool, *brought._replace(before=before))
-    return _attended(query, value_width, *parts), jax.freeze(pool)
-
-
-class Work(NamedTuple):
-    """Operands of the kernel.
-
-    Attributes:
-        query: queries in whole blocks of heads and whole tiles.
-        location: selections in parts of whole blocks.
-        starts: logit of each head's sink in powers of two; lowest without one.
-        spec: what is static.
-    """
-
-    query: Float[Array, "N blocks heads width"]
-    location: Int[Array, "N splits part"]
-    starts: Float[Array, "blocks heads"]
-    spec: "Spec"
-
-
-def _work(
-    query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
-    location: Int[Array, "R T K"],
-    sinks: Float[Array, " H"] | None,
-    tuning: Tuning | None,
-    *,
-    offset: int,
-    row_format: DTypeLike | ScaledRow,
-    value_width: int,
-    scale: float,
-) -> Work:
-    requests, queries, heads, width = query.shape
-    count, head_blocks = requests * queries, -(-heads // HEADS)
-    tuning = tuning or default_tuning(count * head_blocks, location.shape[-1])
-    ids = _in_parts(location.reshape(count, -1), tuning.splits)
-    scaled = row_format if isinstance(row_format, ScaledRow) else None
-    spec = Spec(
-        rows=Rows(slots.shape[1] * WORD_BYTES, offset * WORD_BYTES, width, scaled),
-        columns=-(-value_width // (2 * TILE)) * 2 * TILE,
-        scale=scale * LOG2_E,
-        blocks=ids.shape[2] // BLOCK,
-        registers=COPYING if scaled is None else EXPANDING,
-        sinks=sinks is not None,
-    )
-    padded = _padded_queries(query.reshape(count, heads, width), spec.rows.tiles * TILE)
-    starts = jnp.full(heads, LOWEST) if sinks is None else sinks.astype(jnp.float32) * LOG2_E
-    starts = jnp.pad(starts, (0, head_blocks * HEADS - heads)).reshape(head_blocks, HEADS)
-    return Work(padded, ids, starts, spec)
-
-
-def _attended(
-    query: Float[Array, "R T H width"],
-    value_width: int,
-    values: Float[Array, "N blocks splits heads columns"],
-    lse: Float[Array, "N blocks splits heads"],
-) -> tuple[Float[Array, "R T H value"], Float[Array, "R T H"]]:
-    """What the parts come to, in the shapes of the operation."""
-    values, lse = _merge(values, lse)
-    shape, count = query.shape[:3], len(values)
-    values = values.reshape(count, -1, values.shape[-1])[:, : shape[2], :value_width]
-    lse = lse.reshape(count, -1)[:, : shape[2]]
-    return values.astype(query.dtype).reshape(*shape, value_width), lse.reshape(shape)
-
-
-def _in_parts(location: Int[Array, "N K"], splits: int) -> Int[Array, "N splits part"]:
-    """The selection in equal parts of whole blocks, filled up with NO_SLOT."""
-    pad = -location.shape[1] % (splits * BLOCK)
-    filled = jnp.pad(location, ((0, 0), (0, pad)), constant_values=NO_SLOT)
-    return filled.reshape(len(location), splits, -1)
-
-
-def _padded_queries(
-    query: Float[Array, "N H width"], width: int
-) -> Float[Array, "N blocks heads width"]:
-    """Whole blocks of heads and whole tiles; with the sizes of GLM there is nothing to add."""
-    count, heads, numbers = query.shape
-    more = -heads % HEADS
-    padded = jnp.pad(query, ((0, 0), (0, more), (0, width - numbers)))
-    return padded.reshape(count, -1, HEADS, width)
+    return attended(query, value_width, *parts), jax.freeze(pool)
 
 
 def _attend_parts(
@@ -320,22 +159,6 @@ def _attend_parts(
         name="retrieve_attend" if spec.bring else "sparse_attention",
     )
     return call(work.query, slots, work.location, work.starts, *missing)
-
-
-def _merge(
-    values: Float[Array, "N blocks splits heads value"],
-    lse: Float[Array, "N blocks splits heads"],
-) -> tuple[Float[Array, "N blocks heads value"], Float[Array, "N blocks heads"]]:
-    """The parts of every selection as one, each weighted by what its rows sum up to."""
-    if lse.shape[2] == 1:
-        return values[:, :, 0], lse[:, :, 0]
-    peak = jnp.maximum(lse.max(axis=2, keepdims=True), LOWEST)
-    weights = jnp.exp(lse - peak)
-    total = weights.sum(axis=2)
-    merged = (weights[..., None] * values).sum(axis=2)
-    found = total > 0.0
-    merged = jnp.where(found[..., None], merged / jnp.where(found, total, 1.0)[..., None], 0.0)
-    return merged, peak[:, :, 0] + jnp.log(total)
 
 
 class Memory(NamedTuple):
@@ -495,7 +318,7 @@ def _weigh(
 
     start = _start(starts_ref, spec, part)
     softmax = lax.fori_loop(0, spec.blocks, weigh_block, start)
-    found = softmax.total > 0.0
+    found = softmax.total != 0.0  # also if it is NaN, which must not look like an empty sum
     total = jnp.where(found, softmax.total, 1.0)
     plgpu.barrier_wait(memory.weights_free)
     _hand_over(1.0 / total, memory)

@@ -33,14 +33,9 @@ from pallas_kernels.common.mosaic import (
     wide,
 )
 from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.sparse_attention.mosaic_work import BLOCK, CHUNK, TILE, Rows
 
-BLOCK = 64
-"""Rows of a block."""
-TILE = 64
-"""Numbers of a row in a tile."""
 TILE_BYTES = 1024
-CHUNK = 16
-"""Bytes that a CUDA thread moves at once."""
 PER_ROW = 8
 """CUDA threads that share a row."""
 ROWS_PER_PASS = WARPGROUP // PER_ROW
@@ -49,27 +44,6 @@ TRANSFORMS = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 IDS = plgpu.Layout.WG_STRIDED((PASSES * WARPGROUP,), vec_size=1)
 """Layout of the slots of a block: each CUDA thread has those of its row in every pass."""
 LESS = arith.CmpIPredicate.ult
-
-
-class Rows(NamedTuple):
-    """Where a row is in its record.
-
-    Attributes:
-        record_bytes: from one record to the next.
-        offset: first byte of the row in a record; a multiple of 16.
-        width: numbers of a row.
-        scaled: the format, if the row is not just bfloat16.
-    """
-
-    record_bytes: int
-    offset: int
-    width: int
-    scaled: ScaledRow | None
-
-    @property
-    def tiles(self) -> int:
-        """Tiles that hold a row."""
-        return -(-self.width // TILE)
 
 
 def init_arrivals(arrived: Ref, stages: int) -> None:
