@@ -8,33 +8,23 @@ lies. With 2 pools, 3 requests, 4 pages of 16 slots, a tail of 8 and 5 staging s
 All functions are arithmetic on int32 indices; the layout follows from the configuration alone.
 """
 
-from typing import TypedDict
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
 
 
-class RowOptions(TypedDict):
-    """What operations must know of a row; see `pallas_kernels.sparse_attention.api`."""
-
-    offset: int
-    row_format: np.dtype
-    value_width: int
-    scale: float
-
-
-def row_options(cfg: HierarchyConfig, layer: int) -> RowOptions:
-    """Where the row of a layer lies in a record, and what it is."""
+def row_options(cfg: HierarchyConfig, layer: int) -> dict[str, Any]:
+    """What attention must know of the rows of a layer: see `pallas_kernels.sparse_attention.api`."""
     row = cfg.geometry.row
-    return RowOptions(
-        offset=layer * row.words,
-        row_format=jnp.dtype(row.dtype),
-        value_width=row.value_width,
-        scale=cfg.geometry.scale,
-    )
+    return {
+        "offset": layer * row.words,
+        "row_format": jnp.dtype(row.dtype),
+        "value_width": row.value_width,
+        "scale": cfg.geometry.scale,
+    }
 
 
 def pages(cfg: HierarchyConfig, hot: int) -> int:

@@ -73,7 +73,8 @@ def test_proposals_and_their_q_equal_the_formulas(name):
     config, model = draft(name, **changes)
     tokens, features = random_text(1, LENGTH, seed=3)
     hidden, logits = rows_of(model, config, tokens, features)
-    ranks = [1, 0, 2][: config.length]
+    ranks = [1, 0, 2, 1][: config.length]
+    assert len(ranks) == config.length
     anchor = tokens[:, ANCHOR]
     got = propose(model, config, hidden, logits, anchor, pick_rank(ranks))
     reference = oracle(config, name)
