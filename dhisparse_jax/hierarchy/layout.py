@@ -17,7 +17,7 @@ from dhisparse_jax.config import HierarchyConfig
 
 
 def row_options(cfg: HierarchyConfig, layer: int) -> dict[str, Any]:
-    """What attention must know of the rows of a layer: see `pallas_kernels.sparse_attention.api`."""
+    """What attention must know of the rows of a layer (`pallas_kernels.sparse_attention.api`)."""
     row = cfg.geometry.row
     return {
         "offset": layer * row.words,
