@@ -30,6 +30,7 @@ from bench.ops import (
     sparse_attention,
     top_k,
 )
+from bench.ops.copies import CopySizes
 from bench.record import environment, write
 from bench.roofline import Bound, Floors, Traffic, bound, measure_floors
 from bench.timing import RUNS, Timing, measure
@@ -55,11 +56,19 @@ REFUSED = (NotImplementedError, ValueError, WrongResultError, jax.errors.JaxRunt
 
 
 class Job(NamedTuple):
-    """A case that is about to run."""
+    """A case that is about to run.
+
+    Attributes:
+        operation: name of the operation.
+        case: name of the case.
+        build: allocates its operands.
+        pools: sizes of its large host pools; jobs with the same ones follow each other.
+    """
 
     operation: str
     case: str
     build: Callable[[Backend], AnyWork]
+    pools: tuple[int, ...] = ()
 
 
 def production(operation: str, cases: Mapping[str, Case], *, small: bool) -> Iterator[Job]:
@@ -67,7 +76,15 @@ def production(operation: str, cases: Mapping[str, Case], *, small: bool) -> Ite
     for name, case in cases.items():
         sized = case.small() if small else case
         build = sized.build if small else lambda backend, case=case: _fitting(case).build(backend)
-        yield Job(operation, name, build)
+        yield Job(operation, name, build, _pools(case))
+
+
+def _pools(case: Case) -> tuple[int, ...]:
+    """Sizes of the host pools of a case that copies records: pinning them again takes long."""
+    sizes = getattr(case, "sizes", None)
+    if not isinstance(sizes, CopySizes):
+        return ()
+    return sizes.words, sizes.pools, sizes.pool_bytes
 
 
 def _fitting(case: Case) -> Case:
@@ -221,6 +238,7 @@ def main(
         for job in source
         if case in job.case
     ]
+    jobs.sort(key=lambda job: job.pools)
     rows = [run(job, floors, backend, runs) for job in jobs]
     report("kernels", floors, rows, json, small=small)
 
