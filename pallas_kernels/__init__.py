@@ -6,6 +6,7 @@ plan              union of the selections, hit / tail / miss, victims, table upd
 retrieve          host records to device slots, each once, exact bytes
 backup            device slots to host records, in place
 sparse_attention  attention of T queries over selected slots
+retrieve_attend   retrieve and sparse_attention in one launch, for one query per request
 
 Knows arrays only: no configuration, no model, no state pytree.
 """
