@@ -5,6 +5,12 @@ events.py    what the engine reports while it runs
 memory.py    sizes of the state, and whether they fit
 meter.py     seconds of a step and of a fetched byte, for the schedule of verification
 compiled.py  the jitted functions of one engine
+machine.py   the device half: what can be done to a row
+session.py   a request outside of its row
+job.py       a request on its way through the engine
+ledger.py    what requests hold, and whether another one fits
+roster.py    who is in which row, who waits, who makes room
+pace.py      how many may run at once, under a bound on the time per token
 engine.py    continuous batching over a fixed number of request rows
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
 """

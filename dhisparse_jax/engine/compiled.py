@@ -1,7 +1,6 @@
 """The jitted functions of one engine. Each is traced once; lengths, budgets and load are arrays."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,14 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
+from dhisparse_jax.prefill import OpenPrompt, Prompt
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
 from dhisparse_jax.speculation.schedule import Load, join_load
 from dhisparse_jax.step import Speculation, Texts, decode_steps, finish_step, forward
-
-if TYPE_CHECKING:
-    from dhisparse_jax.prefill import OpenPrompt, Prompt
+from pallas_kernels.retrieve.api import retrieve as retrieve_op
+from pallas_kernels.retrieve.types import Fetches
 
 
 @pytree
@@ -91,6 +90,9 @@ class Compiled:
         self.draft_step = jax.jit(partial(_draft_step, model, drafter))
         self.draft_prompt = jax.jit(partial(_draft_prompt, drafter, chunk), donate_argnums=1)
         self.draft_reset = jax.jit(lambda *args: drafter.reset(*args), donate_argnums=0)
+        self.capture = jax.jit(partial(_capture, cfg), static_argnums=1)
+        self.draft_row = jax.jit(lambda *args: _take_row(*args))
+        self.set_draft_row = jax.jit(lambda *args: _put_row(*args), donate_argnums=0)
         # A function of its own: jit caches by function, so engines would share and count one.
         self.set_text = jax.jit(lambda *args: _set_text(*args), donate_argnums=(0, 1))
 
@@ -163,15 +165,44 @@ def _draft_prompt(
     """Give the drafter the positions from `start` to `start + chunk` of a prompt of `length`."""
     piece = lax.dynamic_slice_in_dim(taps, start % taps.shape[1], chunk, axis=1)
     features = jnp.moveaxis(piece, 0, 1).reshape(1, chunk, -1)
-    mine = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), state)
+    mine = _take_row(state, row)
     count = jnp.minimum(length - start, chunk)
     mine = drafter.commit(params, mine, features, start[None], count[None])
+    return _put_row(state, row, mine)
+
+
+def _take_row(state: DraftState, row: Int[Array, ""]) -> DraftState:
+    """One row of a draft state, by itself."""
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), state)
+
+
+def _put_row(state: DraftState, row: Int[Array, ""], mine: DraftState) -> DraftState:
+    """The reverse of `_take_row`."""
     put = lambda every, one: lax.dynamic_update_slice_in_dim(every, one, row, axis=0)
     return jax.tree.map(put, state, mine)
 
 
+def _capture(
+    cfg: HierarchyConfig,
+    state: HierarchyState,
+    pool: int,
+    row: Int[Array, ""],
+    length: Int[Array, ""],
+) -> Prompt:
+    """Host records and index keys of one pool and row; undefined from `length` on."""
+    mine = state.pools[pool]
+    position = jnp.arange(cfg.capacity, dtype=jnp.int32)
+    every = jnp.broadcast_to(position, (cfg.requests, cfg.capacity))
+    count = jnp.zeros(cfg.requests, jnp.int32).at[row].set(length)
+    room = jnp.zeros((cfg.capacity, mine.host.shape[1]), jnp.int32)
+    return Prompt(
+        records=retrieve_op(mine.host, room, Fetches(every, every, count)),
+        keys=mine.index_keys[row],
+    )
+
+
 def _admit(
-    cfg: HierarchyConfig, state: HierarchyState, pool: int, row: Int[Array, ""], prompt: "Prompt"
+    cfg: HierarchyConfig, state: HierarchyState, pool: int, row: Int[Array, ""], prompt: Prompt
 ) -> HierarchyState:
     records, keys = prompt.records[: cfg.capacity], prompt.keys[: cfg.capacity]
     return requests.admit_prompt(state, cfg, pool, row, records, keys)
@@ -185,17 +216,17 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
     params: Params,
     pool: int,
     hidden: Hidden,
-    prompt: "Prompt",
+    prompt: Prompt,
     start: Int[Array, ""],
-) -> tuple[Hidden, "Prompt"]:
+) -> tuple[Hidden, Prompt]:
     """One chunk of a prompt through one group; `hidden` is updated in place."""
 
     def attend_it(
-        opened: "OpenPrompt",
+        opened: OpenPrompt,
         layer: int,
         row: Float[Array, "1 T width"],
         query: Float[Array, "1 T H width"],
-    ) -> tuple[Float[Array, "1 T H value"], "OpenPrompt"]:
+    ) -> tuple[Float[Array, "1 T H value"], OpenPrompt]:
         return prefill.attend_prompt(opened, cfg, layer, row, query)
 
     x = lax.dynamic_slice_in_dim(hidden.now, start, chunk)[None]
