@@ -12,5 +12,7 @@ ledger.py    what requests hold, and whether another one fits
 roster.py    who is in which row, who waits, who makes room
 pace.py      how many may run at once, under a bound on the time per token
 engine.py    continuous batching over a fixed number of request rows
+store.py     sessions on disk
+replay.py    requests that arrive over time
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
 """

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.compiled import Compiled, Hidden
+from dhisparse_jax.engine.compiled import Compiled
 from dhisparse_jax.engine.events import Event, PrefillProgress
 from dhisparse_jax.engine.memory import check_memory
 from dhisparse_jax.engine.meter import Meter, seconds_of
@@ -22,7 +22,7 @@ from dhisparse_jax.engine.session import Session, fingerprint
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
-from dhisparse_jax.prefill import Prompt
+from dhisparse_jax.prefill import Prompt, empty_prompt
 from dhisparse_jax.sampling import sampler_row
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, check_draft
 from dhisparse_jax.speculation.schedule import Rule, init_load
@@ -77,7 +77,7 @@ class Machine:
         self.sizes = check_memory(cfg, draft.drafter)
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
-        commit = partial(jax.device_put, device=jax.devices()[0])
+        commit = self._commit = partial(jax.device_put, device=jax.devices()[0])
         self.model, self.params, self.cfg = model, commit(params), cfg
         self.drafter, self.draft_params = draft.drafter, commit(draft.params)
         speculation = Speculation(draft.drafter, rule)
@@ -138,12 +138,14 @@ class Machine:
 
     def quiet(self, row: int) -> None:
         """The row writes nothing until `write` says what."""
-        one = no_texts(1)
-        self.texts, self.load = self.compiled.set_text(self.texts, self.load, jnp.int32(row), one)
+        self._set_text(row, no_texts(1))
 
     def write(self, row: int, request: Request, draw: int, anchor: Int[Array, " one"]) -> None:
         """The row writes the text of `request` from now on, after the token `anchor`."""
-        text = self._text(request, draw, anchor)
+        self._set_text(row, self._text(request, draw, anchor))
+
+    def _set_text(self, row: int, text: Texts) -> None:
+        text = self._commit(text)
         self.texts, self.load = self.compiled.set_text(self.texts, self.load, jnp.int32(row), text)
 
     def first_token(
@@ -187,6 +189,12 @@ class Machine:
             return 0.0
         inputs = (self.params, self.draft_params, self.draft_state, self.texts, self.state.length)
         return seconds_of(lambda: self.compiled.draft_step(*inputs))
+
+    def resident_share(self) -> float:
+        """Part of the committed history that hot pages and tails have room for; 1 of nothing."""
+        budget, length = jax.device_get((self.state.budget, self.state.length))
+        room = np.minimum(budget * self.cfg.page_slots + self.cfg.tail, length[None])
+        return float(room.sum() / max(self.cfg.pools * length.sum(), 1)) if length.any() else 1.0
 
     @functools.cached_property
     def model_id(self) -> str:
@@ -232,10 +240,10 @@ class Machine:
             ring = jax.tree.unflatten(jax.tree.structure(self.draft_state), session.ring)
             self.draft_state = self.compiled.set_draft_row(self.draft_state, where, ring)
         else:
-            blank: Hidden = jax.eval_shape(
-                self.compiled.embed, self.params, np.zeros(self.cfg.capacity, np.int32)
-            )
-            self._draft_prompt(where, jnp.zeros(blank.taps.shape, blank.taps.dtype), length)
+            stream = jax.eval_shape(self.model.embed, self.params, np.zeros((1, 1), np.int32))
+            shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
+            taps = self._commit(np.zeros(shape, stream.dtype))
+            self._draft_prompt(where, taps, length)
         anchor = jnp.asarray([session.text[-1]], jnp.int32)
         self.write(row, session.request, session.draw, anchor)
 
@@ -246,9 +254,9 @@ class Machine:
         def padded(like: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
             whole = np.zeros(like.shape, like.dtype)
             whole[:length] = rows
-            return jax.device_put(whole, jax.devices()[0])
+            return self._commit(whole)
 
-        like = jax.eval_shape(lambda: self.compiled.empty_prompt(pool))
+        like = jax.eval_shape(lambda: empty_prompt(self.cfg, pool, self.compiled.chunk))
         return Prompt(
             records=padded(like.records, session.records[pool]),
             keys=padded(like.keys, session.keys[pool]),

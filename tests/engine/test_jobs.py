@@ -143,7 +143,7 @@ def test_at_every_stage(policy, act, events, expected):
             heard.add(next(stream))
     done = getattr(served, act)(number)
     assert done == (act == "cancel" or events > 0)
-    assert served.counts == ((1, 0) if act == "cancel" else (2 - (events > 0), events == 0 or 1))
+    assert served.counts == ((1, 0) if act == "cancel" else (1, 1))
     drain(served, heard)
     assert heard.tokens[other] == expected[0]
     if act == "preempt":
@@ -192,10 +192,11 @@ def test_prefill_between_steps(expected):
         for event in served.advance():
             heard.add(event)
             kinds.append(type(event))
-        assert all(
-            name == "tail_equals_host" or held
-            for name, held in check_invariants(served.state, served.cfg).items()
-        )
+        broken = {
+            name for name, held in check_invariants(served.state, served.cfg).items() if not held
+        }
+        # The newest positions of a prompt are in no tail before their group is prefilled.
+        assert broken <= {"tail_equals_host"}
     pieces = kinds.count(PrefillProgress)
     assert pieces == 2 * 10
     assert kinds.count(NewTokens) >= pieces - 2
@@ -230,8 +231,8 @@ def test_resume_with_more_tokens():
     more = served.resume(session, max_new_tokens=30)
     after = drain(served)
     assert [*session.produced, *after.tokens[more]] == alone(request(20, 30, seed=1))
-    with pytest.raises(UserError, match="has produced 4 tokens of 4; raise max-new-tokens"):
-        served.resume(session, max_new_tokens=4)
+    with pytest.raises(UserError, match="has produced 5 tokens of 5; raise max-new-tokens"):
+        served.resume(session, max_new_tokens=5)
 
 
 def test_sessions_that_do_not_fit():
