@@ -100,11 +100,12 @@ def work(options: ServeOptions, lines: list[TraceLine], output: OutputFile | Non
     from dhisparse_jax.cli.serve_display import ServeDisplay, summary_table
     from dhisparse_jax.cli.serving import ServingRecord
     from dhisparse_jax.cli.session import setting_of
-    from dhisparse_jax.engine.replay import Clock, replay
+    from dhisparse_jax.engine.replay import Clock, replay, warm_up
 
     out, err = Console(), Console(stderr=True)
     with err.status(f"loading {options.model}") if err.is_terminal else contextlib.nullcontext():
         loaded, arrivals, engine = prepare(options, lines)
+        warm_up(engine)
     clock = Clock(options.virtual)
     state = lambda: (*engine.counts, engine.resident_share())
     record = ServingRecord(clock.now, state, options.interval)

@@ -48,6 +48,7 @@ class Engine(Machine):
 
     Attributes:
         ledger: what the requests hold.
+        limits: as given.
         pace: how many may run.
 
     Raises:
@@ -67,10 +68,11 @@ class Engine(Machine):
     ) -> None:
         super().__init__(model, params, cfg, chunk, draft, rule, steps)
         self.ledger = Ledger.of(cfg, limits.parking)
-        self.pace = Pace(cfg.requests, limits.tpot)
+        self.limits = limits
         self._reset()
 
     def _reset(self) -> None:
+        self.pace = Pace(self.cfg.requests, self.limits.tpot)
         self._roster = Roster(self, self.ledger)
         self._pending: deque[Event | Part] = deque()
         self._next, self._steps = 0, 0

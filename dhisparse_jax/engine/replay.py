@@ -57,6 +57,15 @@ class Clock:
             self._sleep(left)
 
 
+def warm_up(engine: Engine) -> None:
+    """Compile everything that a replay needs, so that no request waits for it.
+
+    The context is never too short for it: it holds a prompt and a new token at least.
+    """
+    new = 2 if engine.cfg.capacity > 2 else 1
+    list(engine.run([Request(name="warm-up", prompt=(0,), max_new_tokens=new)]))
+
+
 def replay(engine: Engine, arrivals: Sequence[Arrival], clock: Clock) -> Iterator[Event | Arrived]:
     """Submit every request when its time has come, and work until all have ended.
 
