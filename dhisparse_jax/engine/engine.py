@@ -276,7 +276,10 @@ class Engine(Machine):
                 continue
             if self._roster.jobs.get(item.job.number) is not item.job:
                 continue  # cancelled
-            yield NewTokens(item.job.number, item.tokens)
-            if item.reason is not None and item.job.number in self._roster.jobs:
+            if item.tokens:
+                if item.reason is not None:  # in its turn, also if nobody listens any more by then
+                    self._pending.appendleft(Part(item.job, (), item.reason))
+                yield NewTokens(item.job.number, item.tokens)
+            elif item.reason is not None:
                 self._roster.end(item.job)
                 yield Finished(item.job.number, item.reason)

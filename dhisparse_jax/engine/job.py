@@ -64,7 +64,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Tokens of a job that are to be delivered, and why it ends with them, if it does."""
+    """Tokens of a job that are to be delivered, and why it ends after them, if it does."""
 
     job: Job
     tokens: tuple[int, ...]

@@ -178,6 +178,17 @@ def test_cancel_between_the_tokens_of_one_dispatch():
     assert_baseline(served)
 
 
+def test_a_round_that_nobody_listens_to_the_end_goes_on():
+    """Even if it stops between the last tokens of a request and its end."""
+    served = engine(*POLICIES["fixed"])
+    number = served.submit(request(8, 1))
+    stream = served.advance()
+    assert any(isinstance(event, NewTokens) for event in stream)
+    stream.close()
+    assert list(served.advance()) == [Finished(number, "length")]
+    assert_baseline(served)
+
+
 def test_prefill_between_steps(expected):
     """With a bound, a prompt enters piece by piece while others decode."""
     served = Engine(*model(), config(*POLICIES["adaptive"]), chunk=4, limits=Limits(tpot=1e-6))
