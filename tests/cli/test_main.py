@@ -10,7 +10,7 @@ from dhisparse_jax.cli.options import PolicyName
 from dhisparse_jax.config import Policy
 from dhisparse_jax.errors import UserError
 
-COMMANDS = ("decode", "evaluate", "verify-hf")
+COMMANDS = ("decode", "evaluate", "serve", "verify-hf")
 
 
 def test_help_names_the_commands(run):
