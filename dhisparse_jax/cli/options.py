@@ -11,7 +11,6 @@ from dhisparse_jax.cli.checks import (
     AUTO,
     count,
     draft_length,
-    milliseconds,
     not_negative,
     probability,
     seed_value,
@@ -40,13 +39,6 @@ class DtypeName(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-
-
-class TimeName(StrEnum):
-    """How the time between arrivals passes."""
-
-    REAL = "real"
-    VIRTUAL = "virtual"
 
 
 @dataclass(frozen=True)
@@ -243,44 +235,6 @@ TraceDir = Annotated[
         "--trace-dir",
         metavar="DIR",
         help="Write a JAX profiler trace, with the stages of a step named.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-
-# What serve replays
-Trace = Annotated[
-    Path,
-    typer.Option(
-        "--trace",
-        metavar="FILE.jsonl",
-        help="Requests, a JSON object a line: arrival, prompt_file or prompt_tokens, "
-        "output_tokens, seed.",
-    ),
-]
-Time = Annotated[
-    TimeName,
-    typer.Option(
-        "--time", help="real: wait for the next arrival; virtual: skip what is only waiting."
-    ),
-]
-TpotMs = Annotated[
-    float | None,
-    typer.Option(
-        "--tpot-ms",
-        metavar="B",
-        callback=milliseconds,
-        help="Hold the time per output token under B milliseconds: fewer requests at once, prompts "
-        "in pieces, and with a draft, as many tokens verified as pay. Default: most tokens per "
-        "second.",
-    ),
-]
-Interval = Annotated[
-    float,
-    typer.Option(
-        "--interval",
-        metavar="S",
-        callback=not_negative,
-        help="Seconds between two samples of the time series.",
         rich_help_panel=OUTPUT,
     ),
 ]

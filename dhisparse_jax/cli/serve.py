@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt
 from dhisparse_jax.cli.report import OutputFile, Setting
@@ -40,12 +41,12 @@ class ServeOptions:
 
 
 def serve(  # noqa: PLR0913  # one parameter an option
-    trace: opt.Trace,
+    trace: own.Trace,
     model: opt.Model = opt.BUNDLED_MODEL,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
-    time: opt.Time = opt.TimeName.VIRTUAL,
-    tpot_ms: opt.TpotMs = None,
-    interval: opt.Interval = 1.0,
+    time: own.Time = own.TimeName.VIRTUAL,
+    tpot_ms: own.TpotMs = None,
+    interval: own.Interval = 1.0,
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
@@ -68,7 +69,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
             model=model,
             dtype=dtype,
             trace=trace,
-            virtual=time is opt.TimeName.VIRTUAL,
+            virtual=time is own.TimeName.VIRTUAL,
             tpot_ms=tpot_ms,
             interval=interval,
             hierarchy=opt.HierarchyOptions(policy, hot_rows, batch),

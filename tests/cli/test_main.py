@@ -39,7 +39,7 @@ def test_version_names_the_package_and_jax(run):
 
 
 def test_unknown_command_is_refused(run):
-    assert run("serve").error == "No such command 'serve'; see dhisparse --help"
+    assert run("sing").error == "No such command 'sing'; see dhisparse --help"
 
 
 def test_user_error_is_one_line(run, monkeypatch):
