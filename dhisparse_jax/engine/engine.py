@@ -182,7 +182,6 @@ class Engine(Machine):
     def advance(self) -> Iterator[Event]:
         """One round: let in who fits, prefill, one dispatch. A stopped one goes on in the next."""
         yield from self._drain()
-        self._roster.shrink(self.pace.limit)
         yield from self._enter()
         if self._roster.decoding():
             self._step()
@@ -209,6 +208,9 @@ class Engine(Machine):
         """Let requests in and prefill, as much as may come between two steps."""
         done = 0
         while (job := self._roster.entering(self.pace.limit)) is not None:
+            most = self.pace.pieces
+            if most is not None and done >= most and self._roster.decoding():
+                return
             begin = time.perf_counter()
             event = self._piece(job)
             self.pace.add_piece(time.perf_counter() - begin)
@@ -217,9 +219,6 @@ class Engine(Machine):
             else:
                 yield event
             done += 1
-            enough = self.pace.pieces is not None and done >= self.pace.pieces
-            if enough and self._roster.decoding():
-                return
 
     def _piece(self, job: Job) -> Event | None:
         """One piece of prefill; None after the last, with the first token pending."""
@@ -243,7 +242,7 @@ class Engine(Machine):
         gap = end - (begin if self._last_end is None else self._last_end)
         self._last_end = end
         jobs = self._roster.decoding()
-        counts = [int(output.count[:, job.row].sum()) for job in jobs]
+        counts = {job.number: int(output.count[:, job.row].sum()) for job in jobs}
         self.pace.add_step(gap, end - begin, counts)
         steps = int(output.count.any(axis=1).sum())  # after the end of the last request, none
         for step in range(steps):

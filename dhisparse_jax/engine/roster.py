@@ -67,11 +67,6 @@ class Roster:
             job.session = None
         return None
 
-    def shrink(self, limit: int) -> None:
-        """Take the last requests out of their rows until `limit` are left, as far as that works."""
-        while len(now := list(self)) > limit and self.park(youngest(now, 1)[0]):
-            pass
-
     def park(self, job: Job) -> bool:
         """Take a request out of its row into the queue. False where that cannot be done."""
         if job.row is None or job.reason is not None:

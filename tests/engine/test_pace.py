@@ -15,7 +15,7 @@ def served(pace, seconds_of, steps, counts=1, waiting=ROWS):
     for step in range(steps):
         running = min(pace.limit, waiting)
         gap = seconds_of(running, step)
-        pace.add_step(gap, gap, [counts] * running)
+        pace.add_step(gap, gap, dict.fromkeys(range(running), counts))
         limits.append(pace.limit)
         times.extend([gap / counts] * running)
     return np.array(limits), np.array(times)
@@ -63,19 +63,48 @@ def test_a_bound_that_nothing_holds_leaves_one():
     assert set(limits) == {1}
 
 
+def test_one_long_gap_is_no_reason_to_run_fewer():
+    """Others were prefilled in it: of thirty tokens one came late."""
+    pace = Pace(ROWS, 0.1)
+    limits, _ = served(pace, lambda running, step: 1.0 if step % 30 == 29 else 0.02, 600)
+    assert limits[-1] >= 8
+    assert (np.diff(limits) >= 0).all()
+
+
+def test_the_slowest_request_counts():
+    """Fifteen of sixteen get four tokens a step, one gets one: its time is what is held."""
+    pace = Pace(ROWS, 0.1, limit=0)
+    for _ in range(2000):
+        counts = {number: 4 if number else 1 for number in range(pace.limit)}
+        pace.add_step(0.01 * pace.limit, 0.01 * pace.limit, counts)
+    assert pace.limit <= 10
+
+
 def test_light_load_does_not_raise_the_limit():
     """Two requests say nothing about sixteen."""
     limits, _ = served(Pace(ROWS, 1.0), lambda running, _: 0.01 * running, 1000, waiting=2)
     assert limits.max() <= 3
 
 
-def test_prefill_gets_what_a_step_leaves():
-    pace = Pace(ROWS, 0.1)
+def test_prefill_gets_what_keeps_the_bound():
+    """10 ms a piece, 40 ms a step, 100 ms allowed: in the long run, five pieces a step at 90 ms."""
+    pace, gap, pieces = Pace(ROWS, 0.1), 0.04, []
     assert pace.pieces == 1
-    for _ in range(100):
+    for _ in range(400):
         pace.add_piece(0.01)
-        pace.add_step(0.04, 0.04, [1])
-    assert pace.pieces in (5, 6)
+        pace.add_step(gap, 0.04, {0: 1})
+        pieces.append(pace.pieces)
+        gap = 0.04 + 0.01 * pieces[-1]
+    assert np.mean(pieces[200:]) == pytest.approx(5, abs=0.3)
+    seconds, tokens = pace.seen[0]
+    assert seconds / tokens < 0.1
+
+
+def test_no_prefill_while_the_bound_is_exceeded():
+    pace = Pace(ROWS, 0.1)
+    pace.add_piece(0.01)
+    pace.add_step(0.2, 0.04, {0: 1, 1: 1})
+    assert pace.pieces == 0
 
 
 @pytest.mark.parametrize("tpot", [0.0, -1.0, float("nan")])
