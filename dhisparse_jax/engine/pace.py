@@ -4,8 +4,8 @@ Without a bound, as many as there are rows, and every prompt at once: most token
 bound on the time per output token, the number is probed: one more while the slowest running request
 is well below the bound, fewer as soon as it exceeds it. Nobody is sent away for it, who would wait
 longer still: fewer enter. No more is prefilled between two steps than leaves everybody below the
-bound. What a verification costs and gives is the schedule's business: it maximises tokens per second
-of the requests that run, which is to minimise their mean time per token.
+bound. What a verification costs and gives is the schedule's business: it maximises tokens per
+second of the requests that run, which is to minimise their mean time per token.
 """
 
 import dataclasses
