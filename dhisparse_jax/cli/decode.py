@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +104,8 @@ def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile |
 
     out, err = Console(), Console(stderr=True)
     with interrupts() as check_interrupt:
-        with err.status(f"loading {options.model}") if err.is_terminal else nullcontext():
+        loading = err.status(f"loading {options.model}")
+        with loading if err.is_terminal else contextlib.nullcontext():
             loaded, requests, engine = prepare(options, prompts)
         check_interrupt()
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
