@@ -10,6 +10,8 @@ AUTO = "auto"
 SEEDS = 2**32
 """Seeds are below it."""
 
+MOST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
 
 def count(value: int | None) -> int | None:
     """Refuse less than 1; None is an option that was not given."""
@@ -28,9 +30,16 @@ def draft_length(value: str | None) -> str | None:
 
 
 def not_negative(value: float) -> float:
-    """Refuse less than 0, NaN and infinity."""
-    if not (math.isfinite(value) and value >= 0):
-        raise typer.BadParameter(f"{value} is not a number of at least 0")
+    """Refuse less than 0, NaN, and what is infinite in float32."""
+    if not 0 <= value <= MOST_FLOAT32:
+        raise typer.BadParameter(f"{value} is not a number of at least 0, or more than float32 has")
+    return value
+
+
+def top_k(value: int) -> int:
+    """Refuse what does not fit the 32 bits of a number of tokens."""
+    if not 0 <= value < 2**31:
+        raise typer.BadParameter(f"{value} is not in the range 0 to {2**31 - 1}")
     return value
 
 
