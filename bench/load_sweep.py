@@ -61,16 +61,14 @@ def main(
 def make_requests(
     loaded: registry.LoadedModel, count: int, prompt_bytes: int, new_tokens: int
 ) -> list[Request]:
-    """The first so many left-out texts, each to be gone on with."""
-    texts = list(load_evaluation().items())[:count]
-    return [
-        Request(
-            name=name,
-            prompt=loaded.tokenizer.encode(cut_after_head(text, prompt_bytes)),
-            max_new_tokens=new_tokens,
-        )
-        for name, text in texts
-    ]
+    """So many pieces of the left-out texts, each to be gone on with: their beginnings first."""
+    texts, requests = list(load_evaluation().items()), list[Request]()
+    for number in range(count):
+        name, text = texts[number % len(texts)]
+        start = number // len(texts) * prompt_bytes % max(1, len(text) - prompt_bytes)
+        prompt = loaded.tokenizer.encode(cut_after_head(text[start:], prompt_bytes))
+        requests.append(Request(name=name, prompt=prompt, max_new_tokens=new_tokens))
+    return requests
 
 
 def _sweep(engine: Engine, requests: list[Request]) -> tuple[list[dict[str, Any]], list[Tokens]]:
