@@ -77,6 +77,9 @@ class HierarchyConfig:
         hot_rows: hot slots per request and pool, on average over the requests.
         tail: length of the tail ring, at least 2 T.
         moves_per_step: most pages that adaptive residency moves per hot pool and step.
+        host_page: positions in a page of host memory.
+        host_pages: pages of host memory, each with room in every pool; None: as many as all rows
+            take that use their whole capacity.
     """
 
     geometry: Geometry
@@ -87,6 +90,8 @@ class HierarchyConfig:
     hot_rows: int
     tail: int = 16
     moves_per_step: int = 4
+    host_page: int = 16
+    host_pages: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work; a policy may be given by its name."""
@@ -95,7 +100,7 @@ class HierarchyConfig:
         except ValueError:
             names = ", ".join(policy.value for policy in Policy)
             raise UserError(f"unknown policy {self.policy!r}; use one of {names}") from None
-        for name in ("requests", "capacity", "queries", "hot_rows"):
+        for name in ("requests", "capacity", "queries", "hot_rows", "host_page", "host_page_count"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.geometry.top_k > self.capacity:
@@ -155,6 +160,16 @@ class HierarchyConfig:
     def staging(self) -> int:
         """Staging slots per request: what the floor cannot hold of the largest working set."""
         return max(0, self.working_set - self.floor_pages * self.page_slots)
+
+    @property
+    def row_pages(self) -> int:
+        """Host pages of a request that uses its whole capacity."""
+        return -(-self.capacity // self.host_page)
+
+    @property
+    def host_page_count(self) -> int:
+        """Host pages that there are."""
+        return self.requests * self.row_pages if self.host_pages is None else self.host_pages
 
     def record_words(self, pool: int) -> int:
         """int32 words of a record: one row per layer, padded to 128 bytes."""

@@ -26,6 +26,10 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
     hot_is_committed: no hot slot holds a position at or beyond the length.
     hot_equals_host: every hot record equals its host record, byte for byte.
     tail_equals_host: every committed record in a tail equals its host record.
+    host_pages_held: every committed position has a host page, no row has one twice, and inactive
+        rows have none.
+    shared_is_complete: a host page that several rows have lies below the lengths of all of them, so
+        that nobody writes to it.
     lengths_fit: lengths lie in 0..capacity, and are 0 for inactive rows.
     marks_past: no slot was used in a step that has not been.
     """
@@ -39,6 +43,8 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
         _hot_is_committed,
         _hot_equals_host,
         _tail_equals_host,
+        _host_pages_held,
+        _shared_is_complete,
         _lengths_fit,
         _marks_past,
     ]
@@ -49,6 +55,23 @@ def _holders(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
     """Slots of the pool in use, as rows (request, position, slot)."""
     request, position = np.nonzero(host.pools[pool].slot_of >= 0)
     return np.stack([request, position, host.pools[pool].slot_of[request, position]])
+
+
+def _as_on_the_host(
+    host: Host,
+    cfg: HierarchyConfig,
+    pool: int,
+    request: np.ndarray | int,
+    position: np.ndarray,
+    slot: np.ndarray,
+) -> bool:
+    """Whether slots equal the host records of positions, where those have any."""
+    every = np.broadcast_to(np.arange(cfg.capacity, dtype=np.int32), (cfg.requests, cfg.capacity))
+    rows = np.asarray(layout.host_rows(cfg, jnp.asarray(host.host_page_of), jnp.asarray(every)))
+    row, records = rows[request, position], host.pools[pool].host
+    found = row < len(records)  # else `host_pages_held` is false
+    slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
+    return np.array_equal(slots[slot[found]], records[row[found]])
 
 
 def _pages_partitioned(host: Host, cfg: HierarchyConfig) -> bool:
@@ -109,29 +132,43 @@ def _hot_is_committed(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _hot_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
-    for pool in range(cfg.pools):
-        request, position, slot = _holders(host, cfg, pool)
-        slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
-        rows = host.pools[pool].host[request * cfg.capacity + position]
-        if not np.array_equal(slots[slot], rows):
-            return False
-    return True
+    return all(
+        _as_on_the_host(host, cfg, pool, *_holders(host, cfg, pool)) for pool in range(cfg.pools)
+    )
 
 
 def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
-    for request in np.nonzero(host.active)[0]:
+    for request in np.flatnonzero(host.active).tolist():
         length = int(host.length[request])
         # Between steps the T rows beyond the length are not written yet, or were rejected.
         position = np.arange(max(0, length - cfg.tail + cfg.queries), length)
         for pool in range(cfg.pools):
-            slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
             slot = np.asarray(
                 layout.tail_slot(cfg, pool, jnp.full_like(position, request), jnp.asarray(position))
             )
-            rows = host.pools[pool].host[request * cfg.capacity + position]
-            if not np.array_equal(slots[slot], rows):
+            if not _as_on_the_host(host, cfg, pool, request, position, slot):
                 return False
     return True
+
+
+def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:
+    held = host.host_page_of
+    needed = -(-host.length // cfg.host_page)
+    for row, length in enumerate(needed):
+        mine = held[row][held[row] >= 0]
+        first = held[row, :length]
+        sound = (first >= 0).all() and (mine < cfg.host_page_count).all()
+        if not sound or len(np.unique(mine)) < len(mine) or (len(mine) and not host.active[row]):
+            return False
+    return True
+
+
+def _shared_is_complete(host: Host, cfg: HierarchyConfig) -> bool:
+    held = host.host_page_of
+    row, column = np.nonzero(held >= 0)
+    page, users = held[row, column], np.bincount(held[row, column], minlength=cfg.host_page_count)
+    complete = (column + 1) * cfg.host_page <= host.length[row]
+    return bool((complete | (users[page] == 1)).all())
 
 
 def _lengths_fit(host: Host, cfg: HierarchyConfig) -> bool:

@@ -1,7 +1,7 @@
 """The state of a hierarchy: one pytree, the same tree and shapes for every load.
 
 Dimensions: R request rows, C positions per request, W words of a record, Pmax pages per request,
-P pages and S slots of a hot pool. `NO_SLOT` (-1) marks what is empty in every index table.
+P pages and S slots of a hot pool, N host pages per request, H rows of a host pool. `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
 from typing import Any
@@ -27,14 +27,14 @@ class PoolState:
     """One pool: all records with one residency map.
 
     Attributes:
-        host: the authoritative copy of every committed record; row r * C + position. Its memory
+        host: the authoritative copy of every committed record; rows as in `layout`. Its memory
             kind is `pinned_host` where the backend has it.
         slot_of: hot slot of every position.
         pages: ids of the pages that each request holds, NO_SLOT after the last.
         index_keys: index keys of the whole history, on device; valid below `length`.
     """
 
-    host: Int[Array, "R*C W"]
+    host: Int[Array, "H W"]
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
     index_keys: Float[Array, "R C index"]
@@ -64,6 +64,8 @@ class HierarchyState:
     Attributes:
         pools: one per selection group.
         hot: one per record size.
+        host_page_of: host pages of each request in the order of its positions, NO_SLOT after the
+            last; the same in every pool.
         length: committed positions of each request.
         active: whether a request occupies the row.
         budget: pages that each request holds in each pool.
@@ -74,6 +76,7 @@ class HierarchyState:
 
     pools: tuple[PoolState, ...]
     hot: tuple[HotPool, ...]
+    host_page_of: Int[Array, "R N"]
     length: Int[Array, " R"]
     active: Bool[Array, " R"]
     budget: Int[Array, "pools R"]
@@ -96,7 +99,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     per_pool = shape((cfg.pools, r), i32)
     pools = tuple(
         PoolState(
-            host=shape((r * c, cfg.record_words(pool)), i32),
+            host=shape((cfg.host_page_count * cfg.host_page, cfg.record_words(pool)), i32),
             slot_of=shape((r, c), i32),
             pages=shape((r, cfg.max_pages), i32),
             index_keys=shape((r, c, cfg.geometry.index_width), cfg.geometry.index_dtype),
@@ -106,6 +109,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     return HierarchyState(
         pools=pools,
         hot=tuple(_abstract_hot(cfg, number) for number in range(len(cfg.hot_pools))),
+        host_page_of=shape((r, cfg.row_pages), i32),
         length=shape((r,), i32),
         active=shape((r,), jnp.bool_),
         budget=per_pool,
@@ -138,7 +142,8 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
     JAX compiles anew for an array that is committed where the last one was not.
     """
     host, device = host_sharding(), jax.devices()[0]
-    fill = {"slot_of": NO_SLOT, "pages": NO_SLOT, "owner": NO_SLOT, "position": NO_SLOT, "step": 1}
+    empty = ("slot_of", "pages", "owner", "position", "host_page_of")
+    fill = {"step": 1, **dict.fromkeys(empty, NO_SLOT)}
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name

@@ -68,8 +68,8 @@ def _check_hosts(hosts, pointers, wanted):
 
 @pytest.mark.parametrize("words", WORDS)
 def test_retrieve_reads_pinned_memory_in_place(words):
-    pool, hot = _words(3 * 1500, words), _words(900, words)
-    positions = np.stack([_ids(1500, 200) for _ in range(3)])
+    pool, hot = _words(4500, words), _words(900, words)
+    rows = np.stack([_ids(4500, 200) for _ in range(3)])
     targets, counts = _ids(600, 600).reshape(3, 200), np.array([200, 0, 77], np.int32)
     sources, moved = _ids(200, 50) + 700, _ids(90, 50)
     sources[sources < 700] = -1
@@ -77,15 +77,14 @@ def test_retrieve_reads_pinned_memory_in_place(words):
     operands = (
         jax.device_put(pool, host_sharding()),
         jnp.asarray(hot),
-        Fetches(*map(jnp.asarray, (positions, targets, counts))),
+        Fetches(*map(jnp.asarray, (rows, targets, counts))),
         Moves(jnp.asarray(sources), jnp.asarray(moved)),
     )
     run, _ = _compiled(retrieve, 1, *operands)
     result, before = hot.copy(), hot
     _copy(result, moved, before, sources)
     for request, count in enumerate(counts):
-        mine = pool[request * 1500 : (request + 1) * 1500]
-        _copy(result, targets[request, :count], mine, positions[request, :count])
+        _copy(result, targets[request, :count], pool, rows[request, :count])
     np.testing.assert_array_equal(np.asarray(run(*operands)), result)
     np.testing.assert_array_equal(np.asarray(operands[0]), pool)
 

@@ -20,6 +20,7 @@ class Sizes:
 
     def __init__(self, cfg):
         self.requests, self.capacity = cfg.requests, cfg.capacity
+        self.host_page, self.host_pages = cfg.host_page, cfg.host_page_count
         self.queries, self.top_k, self.tail = cfg.queries, cfg.geometry.top_k, cfg.tail
         self.layers = cfg.geometry.layers_per_pool
         row = cfg.geometry.row
@@ -155,7 +156,9 @@ class Model:
 
     def __init__(self, cfg):
         self.sizes = s = Sizes(cfg)
-        self.host = [np.zeros((s.requests * s.capacity, words), np.int32) for words in s.words]
+        rows = s.host_pages * s.host_page
+        self.host = [np.zeros((rows, words), np.int32) for words in s.words]
+        self.host_pages = [[] for _ in range(s.requests)]
         self.slots = [
             np.zeros((s.slots(hot), s.words[members[0]]), np.int32)
             for hot, members in enumerate(s.hot)
@@ -164,6 +167,11 @@ class Model:
         self.length = [0] * s.requests
         self.active = [False] * s.requests
         self.step = 1
+
+    def host_row(self, request, position):
+        """Pages of the host pools hold consecutive positions."""
+        page, place = divmod(position, self.sizes.host_page)
+        return self.host_pages[request][page] * self.sizes.host_page + place
 
     # Pages
 
@@ -205,21 +213,25 @@ class Model:
 
     # Requests
 
-    def join(self, request, length, budgets=None):
+    def join(self, request, length, host_pages, budgets=None):
         """A request joins; `budgets` are those that an adaptive policy chose."""
         self.length[request], self.active[request] = length, True
+        self.host_pages[request] = host_pages
         if budgets is None:
             budgets = self.budgets()
             for row in budgets:
                 row[request] = self.sizes.share
         self.set_budgets(budgets)
 
-    def admit(self, pool, request, records):
-        """A prompt goes to the host, its newest records to the tail, those before to hot slots."""
+    def admit(self, pool, request, records, start=0):
+        """A prompt goes to the host, its newest records to the tail, those before to hot slots.
+
+        The host has the positions before `start` already.
+        """
         s, length = self.sizes, self.length[request]
         held, slots = self.held[pool, request], self.slots[s.hot_of(pool)]
-        for position in range(length):
-            self.host[pool][request * s.capacity + position] = records[position]
+        for position in range(start, length):
+            self.host[pool][self.host_row(request, position)] = records[position]
         for position in range(max(0, length - s.tail), length):
             slots[s.tail_slot(pool, request, position)] = records[position]
         owned = held.owned_slots(s.page)
@@ -231,6 +243,7 @@ class Model:
 
     def leave(self, request):
         self.length[request], self.active[request] = 0, False
+        self.host_pages[request] = []
         budgets = self.budgets()
         for row in budgets:
             row[request] = 0
@@ -260,7 +273,7 @@ class Model:
         for position, slot in plan.retire.items():
             slots[slot] = slots[ring(position)]
         for position, slot in plan.fetch.items():
-            slots[slot] = self.host[pool][request * s.capacity + position]
+            slots[slot] = self.host[pool][self.host_row(request, position)]
         return plan
 
     def append(self, pool, request, query, layer, words):
@@ -279,7 +292,7 @@ class Model:
             for position in range(self.length[request], self.length[request] + accepted[request]):
                 for pool in range(len(s.words)):
                     record = self.slots[s.hot_of(pool)][s.tail_slot(pool, request, position)]
-                    self.host[pool][request * s.capacity + position] = record
+                    self.host[pool][self.host_row(request, position)] = record
             self.length[request] += accepted[request]
         self.step += 1
 

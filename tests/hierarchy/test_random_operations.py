@@ -56,6 +56,9 @@ CONFIGS = {
     "adaptive_small_pages": config("adaptive", 6, 1, layers=(1, 4, 2)),
     "adaptive_verify_roomy": config("adaptive", 24, 3, capacity=45),
     "adaptive_many_requests": config("adaptive", 12, 1, requests=6, capacity=96),
+    "fixed_small_host_pages": config("fixed", 7, 3, capacity=45, host_page=4, host_pages=27),
+    "adaptive_host_page_of_one": config("adaptive", 6, 1, host_page=1, host_pages=100),
+    "resident_odd_host_pages": config("resident", 1, 3, capacity=45, host_page=7),
 }
 
 
@@ -72,10 +75,20 @@ class Compiled:
         self.set_budgets = jit(lambda state, target: pages.set_budgets(state, cfg, target))
 
 
-def _join(cfg, state, row, length, prompts):
-    state = requests.join(state, cfg, row, length)
+def _join(cfg, state, row, length, prompts, host_pages, shared):
+    """A request joins, whose first positions are those of row `donor`.
+
+    What is shared is not taken from the prompts: keys come from the donor's row, records from the
+    host pages `source`.
+    """
+    donor, count, source, start = shared
+    state = requests.share_keys(state, cfg, row, donor, count)
+    state = requests.join(state, cfg, row, length, host_pages)
+    mine = jnp.arange(cfg.capacity) < count
     for pool, (records, keys) in enumerate(prompts):
-        state = requests.admit_prompt(state, cfg, pool, row, records, keys)
+        records = requests.recall(state, cfg, pool, source, count, records)
+        keys = jnp.where(mine[:, None], state.pools[pool].index_keys[row], keys)
+        state = requests.admit_prompt(state, cfg, pool, row, records, keys, start)
     return state
 
 
@@ -100,6 +113,7 @@ class Lockstep:
         self.cfg, self.compiled = cfg, Compiled(cfg)
         self.state, self.model = init(cfg), Model(cfg)
         self.rng = np.random.default_rng(seed)
+        self.shared = 0
         # What every position was last given, whether it was accepted or not.
         shape = (cfg.requests, cfg.capacity + cfg.queries)
         self.records = [np.zeros((*shape, words), np.int32) for words in self.model.sizes.words]
@@ -112,27 +126,61 @@ class Lockstep:
         rows = self.rng.normal(size=(*shape, self.cfg.geometry.row.width))
         return rows.astype(jnp.dtype(self.cfg.geometry.row.dtype))
 
-    def _prompt(self, pool, row, length):
-        """Records and keys by position; what is beyond the length must not matter."""
+    def _prompt(self, pool, row, length, donor, count):
+        """Records and keys by position; what is shared or beyond the length must not matter."""
         cfg, layers = self.cfg, self.cfg.geometry.layers_per_pool[pool]
         words = self.rows(cfg.capacity, layers).view(np.int32).reshape(cfg.capacity, -1)
         padding = self.model.sizes.words[pool] - words.shape[1]
         records = np.pad(words, ((0, 0), (0, padding)))
         keys = self.rng.normal(size=(cfg.capacity, 2)).astype(np.float32)
-        self.records[pool][row, :length] = records[:length]
-        self.keys[pool, row, :length] = keys[:length]
+        self.records[pool][row, :count] = self.records[pool][donor, :count]
+        self.records[pool][row, count:length] = records[count:length]
+        self.keys[pool, row, :count] = self.keys[pool, donor, :count]
+        self.keys[pool, row, count:length] = keys[count:length]
         return records, keys
+
+    def _host_pages(self, length):
+        """Random free pages for a whole row, whose first ones may be those of a donor.
+
+        Returns:
+            The pages, the donor, how many positions are its own too, and how many of them are in
+            pages of both.
+        """
+        s, rng = self.model.sizes, self.rng
+        rows = [row for row in range(s.requests) if self.model.active[row]]
+        donor = int(rng.choice(rows)) if rows and rng.random() < 0.7 else 0
+        most = min(length - 1, self.model.length[donor])
+        count = int(rng.integers(0, most + 1))
+        common = self.model.host_pages[donor][: count // s.host_page]
+        used = {page for pages in self.model.host_pages for page in pages}
+        free = [page for page in range(s.host_pages) if page not in used]
+        fresh = rng.permutation(free)[: self.cfg.row_pages - len(common)]
+        return [*common, *fresh.tolist()], donor, count, len(common) * s.host_page
 
     # Calls
 
     def join(self, row, length):
         cfg, model = self.cfg, self.model
-        prompts = [self._prompt(pool, row, length) for pool in range(cfg.pools)]
-        self.state = self.compiled.join(self.state, np.int32(row), np.int32(length), prompts)
+        host_pages, donor, count, start = self._host_pages(length)
+        if len(host_pages) < cfg.row_pages:
+            return
+        self.shared += count > 0
+        source = np.full(cfg.row_pages, -1, np.int32)
+        source[: len(model.host_pages[donor])] = model.host_pages[donor]
+        prompts = [self._prompt(pool, row, length, donor, count) for pool in range(cfg.pools)]
+        self.state = self.compiled.join(
+            self.state,
+            np.int32(row),
+            np.int32(length),
+            prompts,
+            np.array(host_pages, np.int32),
+            (np.int32(donor), np.int32(count), source, np.int32(start)),
+        )
         model.active[row], model.length[row] = True, length
-        model.join(row, length, model.admission(row) if model.sizes.adaptive else None)
-        for pool, (records, _) in enumerate(prompts):
-            model.admit(pool, row, records)
+        budgets = model.admission(row) if model.sizes.adaptive else None
+        model.join(row, length, host_pages, budgets)
+        for pool in range(cfg.pools):
+            model.admit(pool, row, self.records[pool][row], start)
         self.compare()
 
     def leave(self, row):
@@ -393,4 +441,5 @@ def test_equals_model(name):
                 style = rng.choice(SELECTIONS)
             steps += 1
             life.step(style(rng, cfg.geometry.top_k, steps))
-    assert steps > OPERATIONS // 2
+    assert steps > OPERATIONS // 3
+    assert life.shared > 0
