@@ -152,21 +152,20 @@ def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:
-    held = host.host_page_of
     needed = -(-host.length // cfg.host_page)
-    for row, length in enumerate(needed):
-        mine = held[row][held[row] >= 0]
-        first = held[row, :length]
-        sound = (first >= 0).all() and (mine < cfg.host_page_count).all()
-        if not sound or len(np.unique(mine)) < len(mine) or (len(mine) and not host.active[row]):
+    for pages, count, active in zip(host.host_page_of, needed, host.active, strict=True):
+        mine = pages[pages >= 0]
+        distinct = len(np.unique(mine)) == len(mine)
+        enough = (pages[:count] >= 0).all() if active else len(mine) == 0
+        if not (distinct and enough and (mine < cfg.host_page_count).all()):
             return False
     return True
 
 
 def _shared_is_complete(host: Host, cfg: HierarchyConfig) -> bool:
-    held = host.host_page_of
-    row, column = np.nonzero(held >= 0)
-    page, users = held[row, column], np.bincount(held[row, column], minlength=cfg.host_page_count)
+    row, column = np.nonzero(host.host_page_of >= 0)
+    page = host.host_page_of[row, column]
+    users = np.bincount(np.unique(np.stack([page, row]), axis=1)[0])
     complete = (column + 1) * cfg.host_page <= host.length[row]
     return bool((complete | (users[page] == 1)).all())
 
