@@ -5,6 +5,9 @@ events.py    what the engine reports while it runs
 memory.py    sizes of the state, and whether they fit
 meter.py     seconds of a step and of a fetched byte, for the schedule of verification
 compiled.py  the jitted functions of one engine
+host_pages.py  who has which page of host memory
+prefixes.py  which row has a text that begins as a new one does
+sharing.py   what a request takes over from another one
 engine.py    continuous batching over a fixed number of request rows
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
 """

@@ -26,7 +26,8 @@ from dhisparse_jax.engine.events import (
 )
 from dhisparse_jax.engine.memory import check_memory
 from dhisparse_jax.engine.meter import Meter, seconds_of
-from dhisparse_jax.engine.request import Request
+from dhisparse_jax.engine.request import Request, check_request
+from dhisparse_jax.engine.sharing import Entry, Sharing
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
@@ -45,7 +46,7 @@ class _Running:
 
     number: int
     request: Request
-    produced: int = 0
+    produced: list[int] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -68,6 +69,7 @@ class Engine:
         meter: what the machine does, for the rule.
         sizes: bytes of its parts.
         compiled: the jitted functions.
+        sharing: who has which host pages.
 
     Raises:
         UserError: if the state does not fit into memory, or exceeds the model's context, or the
@@ -99,6 +101,7 @@ class Engine:
         speculation = Speculation(draft.drafter, rule)
         self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, steps)
         self.state: HierarchyState = init(cfg)
+        self.sharing = Sharing(cfg)
         self.draft_state = commit(draft.drafter.init(cfg.requests))
         self.load = commit(init_load(cfg.requests, draft.drafter.length))
         self.texts = commit(no_texts(cfg.requests))
@@ -106,7 +109,7 @@ class Engine:
         self._rows: list[_Running | None] = [None] * cfg.requests
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
-        """Run the requests in order, as many at a time as there are rows.
+        """Run the requests in order, as many at a time as there are rows and host pages for.
 
         Stopping the iteration early abandons what is running; the engine stays usable.
 
@@ -120,13 +123,14 @@ class Engine:
                 f"{self.drafter.length} tokens needs {self.drafter.length + 1}"
             )
         for request in requests:
-            self._check(request)
+            check_request(request, self.model, self.cfg)
+            self.sharing.check(request.name, request.end(self.cfg.capacity))
         waiting = deque(_Running(number, request) for number, request in enumerate(requests))
         steps = 0
         try:
             while waiting or any(self._rows):
-                while waiting and None in self._rows:
-                    yield from self._start(self._rows.index(None), waiting.popleft())
+                while waiting and None in self._rows and self._fits(waiting[0].request):
+                    yield from self._start(waiting.popleft())
                 if any(self._rows):
                     steps += yield from self._step(steps)
         finally:
@@ -135,49 +139,54 @@ class Engine:
                     self._free(row)
 
     def prefill(
-        self, row: int, number: int, tokens: Sequence[int]
-    ) -> Generator[Event, None, Float[Array, "P D"]]:
+        self, row: int, number: int, tokens: Sequence[int], entry: Entry | None = None
+    ) -> Generator[Event, None, Hidden]:
         """Prefill a prompt into a free row, group by group; returns its final hidden states.
 
-        The drafter gets the prompt too.
+        The drafter gets the prompt too. By default nothing is shared, and the row can be used up to
+        its capacity.
 
         The row is active afterwards, with `len(tokens)` committed positions.
         """
-        chunk = self.compiled.chunk
-        starts = range(0, len(tokens), chunk)
+        entry = entry or self.sharing.enter(row, (), self.cfg.capacity)
+        chunk, own = self.compiled.chunk, tokens[int(entry.shared) :]
+        starts = range(0, len(own), chunk)
         padded = np.zeros(-(-self.cfg.capacity // chunk) * chunk, np.int32)
-        padded[: len(tokens)] = tokens
+        padded[: len(own)] = own
         where = jnp.int32(row)
-        self.state = self.compiled.join(self.state, where, jnp.int32(len(tokens)))
-        hidden = self.compiled.embed(self.params, jnp.asarray(padded))
+        self.state = self.compiled.join(self.state, where, jnp.int32(len(tokens)), entry)
+        hidden = self.compiled.embed(self.params, jnp.asarray(padded), entry.shared)
         total, done = len(starts) * self.cfg.pools, 0
         for pool in range(self.cfg.pools):
-            prompt = self.compiled.empty_prompt(pool)
+            prompt = self.compiled.begin_prompt(self.state, pool, where, entry)
             for start in starts:
                 hidden, prompt = self.compiled.prefill(
                     self.params, pool, hidden, prompt, jnp.int32(start)
                 )
                 done += 1
                 yield PrefillProgress(number, done, total)
-            self.state = self.compiled.admit(self.state, pool, where, prompt)
+            self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
+        self.sharing.has(row, tokens)
         self._draft_prompt(where, hidden, len(tokens))
-        return hidden.now
+        return hidden
 
     def _draft_prompt(self, row: Int[Array, ""], hidden: Hidden, length: int) -> None:
         """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
         self.draft_state = self.compiled.draft_reset(self.draft_state, row)
-        chunk = self.compiled.chunk
-        kept = -(-length // chunk) * chunk - self.compiled.tap_rows
-        for start in range(max(0, kept), length, chunk):
-            where = (jnp.int32(start), jnp.int32(length))
+        chunk, origin = self.compiled.chunk, int(hidden.origin)
+        first = origin + -(-(length - origin) // chunk) * chunk - self.compiled.tap_rows
+        shared, own = range(max(0, first), origin, chunk), range(max(origin, first), length, chunk)
+        for start, end in [*((p, origin) for p in shared), *((p, length) for p in own)]:
+            where = (jnp.int32(start), jnp.int32(end))
             self.draft_state = self.compiled.draft_prompt(
-                self.draft_params, self.draft_state, row, hidden.taps, *where
+                self.draft_params, self.draft_state, row, hidden, *where
             )
 
     def leave(self, row: int) -> None:
-        """Free a row that `prefill` occupied."""
+        """Free a row that `prefill` occupied, or began to."""
         self.state = self.compiled.leave(self.state, jnp.int32(row))
+        self.sharing.leave(row)
 
     def draft_step_seconds(self) -> float:
         """Seconds of a proposal and its commit by themselves; 0 without a draft.
@@ -190,29 +199,16 @@ class Engine:
         inputs = (self.params, self.draft_params, self.draft_state, self.texts, self.state.length)
         return seconds_of(lambda: self.compiled.draft_step(*inputs))
 
-    def _check(self, request: Request) -> None:
-        room = self.cfg.capacity
-        if len(request.prompt) >= room:
-            raise UserError(
-                f"{request.name}: the prompt has {len(request.prompt)} tokens, the context is "
-                f"{room}; shorten the prompt to at most {room - 1}"
-            )
-        for token in (min(request.prompt), max(request.prompt)):
-            if not 0 <= token < self.model.vocabulary:
-                raise UserError(
-                    f"{request.name}: token {token} is outside the vocabulary of "
-                    f"{self.model.vocabulary}"
-                )
-        if len(request.stop) > MAX_STOPS:
-            raise UserError(
-                f"{request.name}: {len(request.stop)} stop tokens; at most {MAX_STOPS} are possible"
-            )
+    def _fits(self, request: Request) -> bool:
+        return self.sharing.fits(request.prompt, request.end(self.cfg.capacity))
 
-    def _start(self, row: int, running: _Running) -> Iterator[Event]:
-        """Prefill a request and choose its first token."""
-        self._rows[row] = running
+    def _start(self, running: _Running) -> Iterator[Event]:
+        """Prefill a request, as far as it has to be, and choose its first token."""
+        row = self.sharing.best_row([row for row, held in enumerate(self._rows) if held is None])
         tokens = running.request.prompt
-        hidden = yield from self.prefill(row, running.number, tokens)
+        entry = self.sharing.enter(row, tokens, running.request.end(self.cfg.capacity))
+        self._rows[row] = running
+        hidden = yield from self.prefill(row, running.number, tokens, entry)
         text = self._text(running)
         first = self.compiled.first_token(self.params, hidden, jnp.int32(len(tokens)), text.sampler)
         text = dataclasses.replace(text, anchor=first[None])
@@ -222,11 +218,10 @@ class Engine:
     def _text(self, running: _Running) -> Texts:
         """What a request is to write, as the one row of a `Texts`; its anchor is not known yet."""
         request = running.request
-        last = len(request.prompt) + request.max_new_tokens - 1
         stop = (*request.stop, *(NO_SLOT,) * (MAX_STOPS - len(request.stop)))
         return Texts(
             anchor=jnp.zeros(1, jnp.int32),
-            end=jnp.asarray([min(last, self.cfg.capacity - 1)], jnp.int32),
+            end=jnp.asarray([request.end(self.cfg.capacity)], jnp.int32),
             stop=jnp.asarray([stop], jnp.int32),
             sampler=sampler_row(request.sampling, running.number),
         )
@@ -274,7 +269,7 @@ class Engine:
         """Report new tokens; free the row if the last one ended the request."""
         running = self._rows[row]
         assert running is not None  # callers pass occupied rows
-        running.produced += len(tokens)
+        running.produced += tokens
         yield NewTokens(running.number, tokens)
         reason = self._finished(running, tokens[-1])
         if reason is not None:
@@ -284,12 +279,14 @@ class Engine:
     def _finished(self, running: _Running, token: int) -> FinishReason | None:
         if token in running.request.stop:
             return "stop"
-        if running.produced >= running.request.max_new_tokens:
+        if len(running.produced) >= running.request.max_new_tokens:
             return "length"
-        if len(running.request.prompt) + running.produced >= self.cfg.capacity:
+        if len(running.request.prompt) + len(running.produced) >= self.cfg.capacity:
             return "context"
         return None
 
     def _free(self, row: int) -> None:
-        self._rows[row] = None
+        running, self._rows[row] = self._rows[row], None
+        if running is not None and running.produced:  # the last token is not in the history
+            self.sharing.has(row, (*running.request.prompt, *running.produced[:-1]))
         self.leave(row)

@@ -17,6 +17,7 @@ from dhisparse_jax.hierarchy.state import init
 from dhisparse_jax.model import layers_of, places_of
 from dhisparse_jax.speculation.ring import visible
 from tests.support.dense import dense_features
+from tests.support.host import host_rows
 from tests.support.serving import CONTEXT, POLICIES, drafted, engine, model, request, run
 from tests.support.toy_draft import toy_draft, with_errs
 
@@ -62,7 +63,7 @@ def visible_parts(cfg, state, ring):
     """All that a later step may read of request 0, by name."""
     length, parts = int(state.length[0]), {}
     for pool in range(cfg.pools):
-        parts[f"host {pool}"] = state.pools[pool].host[:length]
+        parts[f"host {pool}"] = state.pools[pool].host[host_rows(cfg, state)[0, :length]]
         parts[f"keys {pool}"] = state.pools[pool].index_keys[0, :length]
         held = np.arange(max(0, length + cfg.queries - cfg.tail), length, dtype=np.int32)
         slot = layout.tail_slot(cfg, pool, jnp.zeros_like(held), jnp.asarray(held))
