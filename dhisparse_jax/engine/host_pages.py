@@ -25,7 +25,7 @@ class HostPages:
     def __init__(self, count: int) -> None:
         self.users = np.zeros(count, np.int32)
         self.keepers = np.zeros(count, np.int32)
-        self._free = np.arange(count, dtype=np.int32)[::-1]
+        self._free = np.arange(count, dtype=np.int32)
 
     @property
     def free(self) -> int:
@@ -39,8 +39,7 @@ class HostPages:
 
     def take(self, count: int) -> Pages:
         """Hand out free pages, of which there must be so many, to one user."""
-        rest = self.free - count
-        taken, self._free = self._free[rest:], self._free[:rest]
+        taken, self._free = self._free[:count], self._free[count:]
         self.users[taken] = 1
         return taken
 

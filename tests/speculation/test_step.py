@@ -143,7 +143,8 @@ def test_drafter_without_a_window_gets_the_whole_prompt(prompt):
 def test_only_the_newest_features_of_a_prompt_are_kept():
     """A window of 10 in chunks of 16: two chunks, whatever the capacity."""
     assert only_engine().compiled.tap_rows == 32
-    hidden = only_engine().compiled.embed(only_engine().params, jnp.zeros(96, jnp.int32))
+    embed, tokens = only_engine().compiled.embed, jnp.zeros(96, jnp.int32)
+    hidden = embed(only_engine().params, tokens, jnp.int32(0))
     assert hidden.taps.shape == (2, 32, 24)
 
 
