@@ -59,7 +59,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     )
 
 
-def begin_prompt(  # noqa: PLR0913  # where the shared positions are
+def begin_prompt(
     cfg: HierarchyConfig,
     chunk: int,
     state: HierarchyState,

@@ -143,8 +143,8 @@ def _lists(
     as_ids = lambda array: jnp.asarray(array, jnp.int32)
     first = sizes.capacity * np.arange(len(positions))[:, None]
     fetches = Fetches(*map(as_ids, (front(first + positions), front(location), counts)))
-    attended = location[:, None], positions[:, None], front(positions)
-    return fetches, *map(as_ids, attended)
+    missing = as_ids(front(positions))
+    return fetches, as_ids(location[:, None]), as_ids(positions[:, None]), missing
 
 
 FusedStep = Step[jax.Array, Operands, Attended]

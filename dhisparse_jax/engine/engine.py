@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.compiled import Compiled, Hidden

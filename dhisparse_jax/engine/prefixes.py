@@ -82,7 +82,8 @@ class Prefixes:
 
     def _names(self, text: Tokens) -> list[int]:
         """Names of the whole blocks of a text."""
-        names, name = [], 0
+        names: list[int] = []
+        name = 0
         for end in range(self._block, len(text) + 1, self._block):
             name = hash((name, text[end - self._block : end].tobytes()))
             names.append(name)

@@ -88,9 +88,9 @@ class Sharing:
         needed, size, total = self.pages_for(positions), self._cfg.host_page, len(self.pages.users)
         if needed > total:
             raise UserError(
-                f"{name}: {positions} positions need {needed} pages of {size} in host memory, which "
-                f"has {total}; ask for at most {total * size} positions, prompt and new tokens "
-                "together, or raise host_pages"
+                f"{name}: {positions} positions need {needed} pages of {size} in host memory, "
+                f"which has {total}; ask for at most {total * size} positions, prompt and new "
+                "tokens together, or raise host_pages"
             )
 
     def fits(self, prompt: Sequence[int], positions: int) -> bool:

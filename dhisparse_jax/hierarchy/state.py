@@ -1,7 +1,8 @@
 """The state of a hierarchy: one pytree, the same tree and shapes for every load.
 
 Dimensions: R request rows, C positions per request, W words of a record, Pmax pages per request,
-P pages and S slots of a hot pool, N host pages per request, H rows of a host pool. `NO_SLOT` (-1) marks what is empty in every index table.
+P pages and S slots of a hot pool, N host pages per request, H rows of a host pool. `NO_SLOT` (-1)
+marks what is empty in every index table.
 """
 
 from typing import Any

@@ -94,10 +94,10 @@ def random(  # noqa: PLR0913  # one name per dimension
     host[np.take_along_axis(row_of, positions, axis=1)[absent]] = slots[ids[absent]]
     slots[ids[absent]] = words(rng, int(absent.sum()), slots.shape[1])
     uncounted = rng.integers(0, capacity, (requests, room * top_k)).astype(np.int32)
-    missing, targets = _missing(uncounted, positions, ids, absent)
-    lists = np.take_along_axis(row_of, missing, axis=1), targets, absent.sum(axis=1)
+    wanted, targets = _missing(uncounted, positions, ids, absent)
+    lists = np.take_along_axis(row_of, wanted, axis=1), targets, absent.sum(axis=1)
     fetches = Fetches(*(jnp.asarray(part, jnp.int32) for part in lists))
-    return Inputs(host, slots, fetches, missing, _per_query(positions, queries), None, after)
+    return Inputs(host, slots, fetches, wanted, _per_query(positions, queries), None, after)
 
 
 def _records(

@@ -160,7 +160,7 @@ def test_a_copy_that_would_not_leave_enough_is_not_made():
 def test_too_large_requests_are_refused():
     own = sharing(host_pages=4)
     own.check("it", 16)
-    with pytest.raises(UserError, match="it: 17 positions need 5 pages of 4 .* has 4; .* most 16"):
+    with pytest.raises(UserError, match=r"it: 17 positions need 5 pages of 4 .* has 4; .* most 16"):
         own.check("it", 17)
     own.enter(0, (), 8)
     assert own.fits((), 8)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.retrieve.api import retrieve
-from pallas_kernels.retrieve.types import Fetches
 from pallas_kernels.retrieve_attend import api, mosaic
 from pallas_kernels.retrieve_attend.cases import CASES, random
 from pallas_kernels.sparse_attention import mosaic as attention_mosaic

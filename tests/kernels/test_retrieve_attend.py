@@ -168,7 +168,7 @@ def test_every_other_case_is_supported():
 
 def test_pools_that_do_not_fit_are_refused():
     inputs = case("glm_small")
-    with pytest.raises(ValueError, match="records of 319 words .* into slots of 320"):
+    with pytest.raises(ValueError, match=r"records of 319 words .* into slots of 320"):
         run_fused(inputs._replace(host=inputs.host[:, 1:]))
 
 
