@@ -168,13 +168,13 @@ class Engine:
             self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
         self.sharing.has(row, tokens)
-        self._draft_prompt(where, hidden, len(tokens))
+        self._draft_prompt(where, hidden, int(entry.shared), len(tokens))
         return hidden
 
-    def _draft_prompt(self, row: Int[Array, ""], hidden: Hidden, length: int) -> None:
+    def _draft_prompt(self, row: Int[Array, ""], hidden: Hidden, origin: int, length: int) -> None:
         """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
         self.draft_state = self.compiled.draft_reset(self.draft_state, row)
-        chunk, origin = self.compiled.chunk, int(hidden.origin)
+        chunk = self.compiled.chunk
         first = origin + -(-(length - origin) // chunk) * chunk - self.compiled.tap_rows
         shared, own = range(max(0, first), origin, chunk), range(max(origin, first), length, chunk)
         for start, end in [*((p, origin) for p in shared), *((p, length) for p in own)]:

@@ -7,7 +7,6 @@ the pages are needed: index keys lie in rows, so what a row has forgotten cannot
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -21,7 +20,9 @@ from pallas_kernels.common.ids import NO_SLOT
 
 @pytree
 class Entry:
-    """What a request enters a row with. N host pages per row, NO_SLOT after the last.
+    """What a request enters a row with; in NumPy until it is used.
+
+    N host pages per row, NO_SLOT after the last.
 
     Attributes:
         pages: int32 host pages of the row.
@@ -31,11 +32,11 @@ class Entry:
         kept: int32 how many of them lie in pages that are the row's too; the others are copied.
     """
 
-    pages: Int[Array, " N"]
-    source: Int[Array, " N"]
-    donor: Int[Array, ""]
-    shared: Int[Array, ""]
-    kept: Int[Array, ""]
+    pages: Int[Array | np.ndarray, " N"]
+    source: Int[Array | np.ndarray, " N"]
+    donor: Int[Array | np.ndarray, ""]
+    shared: Int[Array | np.ndarray, ""]
+    kept: Int[Array | np.ndarray, ""]
 
 
 class _Plan(NamedTuple):
@@ -128,13 +129,12 @@ class Sharing:
             self._forget(next(iter(self._finished)))
         mine = np.concatenate([plan.source[: plan.whole], self.pages.take(plan.fresh)])
         self._pages_of[row], self._copied[row] = mine, plan.source[plan.whole :]
-        number = lambda value: jnp.asarray(value, jnp.int32)
         return Entry(
             pages=self._padded(mine),
             source=self._padded(plan.source),
-            donor=number(plan.prefix.row),
-            shared=number(plan.prefix.length),
-            kept=number(plan.whole * self._cfg.host_page),
+            donor=np.int32(plan.prefix.row),
+            shared=np.int32(plan.prefix.length),
+            kept=np.int32(plan.whole * self._cfg.host_page),
         )
 
     def has(self, row: int, text: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class Sharing:
                 return plan
         return None
 
-    def _padded(self, pages: Pages) -> Int[Array, " N"]:
+    def _padded(self, pages: Pages) -> Pages:
         padded = np.full(self._cfg.row_pages, NO_SLOT, np.int32)
         padded[: len(pages)] = pages
-        return jnp.asarray(padded)
+        return padded

@@ -11,6 +11,7 @@ the request's own, to a page of its own.
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
@@ -83,7 +84,8 @@ def share_keys(
     shared = (jnp.arange(cfg.capacity, dtype=jnp.int32) < count)[:, None]
     for pool in range(cfg.pools):
         keys = state.pools[pool].index_keys
-        mine = jnp.where(shared, keys[donor], keys[request])
+        # Reading and writing the same keys in one operation could take a copy of all of them.
+        mine = lax.optimization_barrier(jnp.where(shared, keys[donor], keys[request]))
         state = with_pool(state, pool, index_keys=keys.at[request].set(mine))
     return state
 
