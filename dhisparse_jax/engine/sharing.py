@@ -177,7 +177,7 @@ class Sharing:
                 return plan
         return None
 
-    def _padded(self, pages: Pages) -> Pages:
+    def _padded(self, pages: Pages) -> Int[np.ndarray, " N"]:
         padded = np.full(self._cfg.row_pages, NO_SLOT, np.int32)
         padded[: len(pages)] = pages
         return padded
