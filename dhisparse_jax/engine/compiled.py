@@ -175,23 +175,24 @@ def _draft_step(
     return drafter.commit(draft_params, state, features, length, count)
 
 
-def _draft_prompt(
+def _draft_prompt(  # noqa: PLR0913  # what jit binds, and what it is called with
     drafter: Drafter,
     chunk: int,
     params: Params,
     state: DraftState,
     row: Int[Array, ""],
-    hidden: Hidden,
+    taps: Float[Array, "taps Q D"],
+    origin: Int[Array, ""],
     start: Int[Array, ""],
     length: Int[Array, ""],
 ) -> DraftState:
     """Give the drafter the positions from `start` to `start + chunk` of a prompt of `length`.
 
-    It knows nothing of positions that were not computed, whose features are zeros: what it proposes
-    is poor until they leave its window.
+    It knows nothing of positions before `origin`, whose features are zeros: what it proposes is
+    poor until they leave its window.
     """
-    own = start - hidden.origin
-    piece = lax.dynamic_slice_in_dim(hidden.taps, own % hidden.taps.shape[1], chunk, axis=1)
+    own = start - origin
+    piece = lax.dynamic_slice_in_dim(taps, own % taps.shape[1], chunk, axis=1)
     piece = jnp.where(own >= 0, piece, 0)
     features = jnp.moveaxis(piece, 0, 1).reshape(1, chunk, -1)
     mine = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), state)

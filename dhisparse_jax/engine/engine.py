@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.compiled import Compiled, Hidden
@@ -168,19 +168,21 @@ class Engine:
             self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
         self.sharing.has(row, tokens)
-        self._draft_prompt(where, hidden, int(entry.shared), len(tokens))
+        self._draft_prompt(where, hidden.taps, int(entry.shared), len(tokens))
         return hidden
 
-    def _draft_prompt(self, row: Int[Array, ""], hidden: Hidden, origin: int, length: int) -> None:
+    def _draft_prompt(
+        self, row: Int[Array, ""], taps: Float[Array, "taps Q D"], origin: int, length: int
+    ) -> None:
         """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
         self.draft_state = self.compiled.draft_reset(self.draft_state, row)
         chunk = self.compiled.chunk
         first = origin + -(-(length - origin) // chunk) * chunk - self.compiled.tap_rows
         shared, own = range(max(0, first), origin, chunk), range(max(origin, first), length, chunk)
         for start, end in [*((p, origin) for p in shared), *((p, length) for p in own)]:
-            where = (jnp.int32(start), jnp.int32(end))
+            where = (jnp.int32(origin), jnp.int32(start), jnp.int32(end))
             self.draft_state = self.compiled.draft_prompt(
-                self.draft_params, self.draft_state, row, hidden, *where
+                self.draft_params, self.draft_state, row, taps, *where
             )
 
     def leave(self, row: int) -> None:
