@@ -234,3 +234,16 @@ def test_policies_agree_on_the_gpu():
         tokens, metrics = _run(policy, rows, _requests())
         assert metrics.fetched_rows > 0
         assert tokens == resident
+
+
+def test_shared_prefixes_on_the_gpu():
+    """The second and third request begin as the first: 40 and 37 positions, 2 whole pages."""
+    (first, *_) = (request for request in _requests() if len(request.prompt) == 90)
+    prompts = (first.prompt[:48], (*first.prompt[:40], 3, 1), first.prompt[:38])
+    requests = [
+        Request(name=str(n), prompt=prompt, max_new_tokens=20) for n, prompt in enumerate(prompts)
+    ]
+    for policy, rows in [(Policy.RESIDENT, 1), (Policy.FIXED, 3), (Policy.ADAPTIVE, 24)]:
+        tokens, _ = _run(policy, rows, requests)
+        alone = [_run(policy, rows, [request])[0][0] for request in requests]
+        assert [tokens[number] for number in range(3)] == alone
