@@ -14,6 +14,9 @@ RECORD_ALIGNMENT = 128
 
 MAX_PAGE_SLOTS = 16
 
+GHOST_PAGES = 4
+"""Pages' worth of evictions that adaptive residency remembers of every request and pool."""
+
 
 class Policy(StrEnum):
     """How budgets are set; everything else is the same code."""
@@ -155,6 +158,11 @@ class HierarchyConfig:
     def staging(self) -> int:
         """Staging slots per request: what the floor cannot hold of the largest working set."""
         return max(0, self.working_set - self.floor_pages * self.page_slots)
+
+    @property
+    def ghosts(self) -> int:
+        """Evicted positions that are remembered per request and pool; only `adaptive` asks."""
+        return GHOST_PAGES * self.page_slots if self.policy is Policy.ADAPTIVE else 0
 
     def record_words(self, pool: int) -> int:
         """int32 words of a record: one row per layer, padded to 128 bytes."""

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy.ghost import rescaled
 from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked
@@ -26,7 +27,8 @@ def set_budgets(
         state = _rank(state, cfg, number, members)
         state = _release(state, cfg, number, members, target)
         state = _grant(state, cfg, number, members, target)
-    return dataclasses.replace(state, budget=target)
+    benefit = rescaled(state.benefit, state.budget, target)
+    return dataclasses.replace(state, budget=target, benefit=benefit)
 
 
 def _rank(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
+from dhisparse_jax.hierarchy.ghost import forget
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
@@ -27,6 +28,7 @@ def join(
         length=state.length.at[request].set(length),
         active=state.active.at[request].set(True),
         miss_rate=state.miss_rate.at[:, request].set(0.0),
+        benefit=forget(state.benefit, request),
     )
     return set_budgets(state, cfg, admission_budgets(state, cfg, request))
 
@@ -38,6 +40,7 @@ def leave(state: HierarchyState, cfg: HierarchyConfig, request: Int[Array, ""]) 
         length=state.length.at[request].set(0),
         active=state.active.at[request].set(False),
         miss_rate=state.miss_rate.at[:, request].set(0.0),
+        benefit=forget(state.benefit, request),
     )
     return set_budgets(state, cfg, state.budget.at[:, request].set(0))
 

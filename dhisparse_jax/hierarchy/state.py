@@ -58,6 +58,26 @@ class HotPool:
 
 
 @state
+class Benefit:
+    """What a page more would have saved each holder, as far as that was seen. See `ghost`.
+
+    Attributes:
+        ghost: positions that were evicted last and are not back, the newest first, NO_SLOT after
+            them. G is 0 unless the policy is adaptive.
+        looked: ghost positions that the last step could have fetched again.
+        refetched: how many of them it did.
+        tried: sum of `looked` in pages, page-steps, past steps weighing less and less.
+        saved: sum of `refetched`, likewise; in proportion to what is held now.
+    """
+
+    ghost: Int[Array, "pools R G"]
+    looked: Int[Array, "pools R"]
+    refetched: Int[Array, "pools R"]
+    tried: Float[Array, "pools R"]
+    saved: Float[Array, "pools R"]
+
+
+@state
 class HierarchyState:
     """The whole hierarchy.
 
@@ -68,6 +88,7 @@ class HierarchyState:
         active: whether a request occupies the row.
         budget: pages that each request holds in each pool.
         miss_rate: fetched records per step, a moving average.
+        benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
         step: steps so far, plus one.
     """
@@ -78,6 +99,7 @@ class HierarchyState:
     active: Bool[Array, " R"]
     budget: Int[Array, "pools R"]
     miss_rate: Float[Array, "pools R"]
+    benefit: Benefit
     counts: PlanCounts
     step: Int[Array, ""]
 
@@ -93,7 +115,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     """Shapes and dtypes of the state: the single source of its sizes."""
     r, c, i32 = cfg.requests, cfg.capacity, jnp.int32
     shape = _leaf
-    per_pool = shape((cfg.pools, r), i32)
+    per_pool, average = shape((cfg.pools, r), i32), shape((cfg.pools, r), jnp.float32)
     pools = tuple(
         PoolState(
             host=shape((r * c, cfg.record_words(pool)), i32),
@@ -109,7 +131,14 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
         length=shape((r,), i32),
         active=shape((r,), jnp.bool_),
         budget=per_pool,
-        miss_rate=shape((cfg.pools, r), jnp.float32),
+        miss_rate=average,
+        benefit=Benefit(
+            ghost=shape((cfg.pools, r, cfg.ghosts), i32),
+            looked=per_pool,
+            refetched=per_pool,
+            tried=average,
+            saved=average,
+        ),
         counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
         step=shape((), i32),
     )
@@ -138,7 +167,8 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
     JAX compiles anew for an array that is committed where the last one was not.
     """
     host, device = host_sharding(), jax.devices()[0]
-    fill = {"slot_of": NO_SLOT, "pages": NO_SLOT, "owner": NO_SLOT, "position": NO_SLOT, "step": 1}
+    empty = ("slot_of", "pages", "owner", "position", "ghost")
+    fill = {"step": 1, **dict.fromkeys(empty, NO_SLOT)}
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
