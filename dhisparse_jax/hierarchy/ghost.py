@@ -83,15 +83,22 @@ def learn(benefit: Benefit, cfg: HierarchyConfig) -> Benefit:
 
 
 def rescaled(
-    benefit: Benefit, before: Int[Array, "pools R"], after: Int[Array, "pools R"]
-) -> Benefit:
+    state: HierarchyState, before: Int[Array, "pools R"], after: Int[Array, "pools R"]
+) -> HierarchyState:
     """What was seen with `before` pages, as it would have been with `after`.
 
     The misses of sparse attention go about with the inverse of the budget, so their slope, which
     is what a page saves, goes with its square: with twice the pages a page saves a quarter.
     """
     ratio = before.astype(jnp.float32) / jnp.maximum(after, 1).astype(jnp.float32)
-    return dataclasses.replace(benefit, saved=benefit.saved * ratio * ratio)
+    benefit = dataclasses.replace(state.benefit, saved=state.benefit.saved * ratio * ratio)
+    return dataclasses.replace(state, benefit=benefit, miss_rate=state.miss_rate * ratio)
+
+
+def expected_misses(state: HierarchyState) -> Float[Array, " pools"]:
+    """Fetches per step that a newcomer would have with one page: the mean over the requests."""
+    at_one_page = state.miss_rate * state.budget.astype(jnp.float32)
+    return at_one_page.sum(axis=1) / jnp.maximum(state.active.sum(dtype=jnp.float32), 1.0)
 
 
 def page_value(state: HierarchyState) -> Float[Array, "pools R"]:

@@ -27,8 +27,7 @@ def set_budgets(
         state = _rank(state, cfg, number, members)
         state = _release(state, cfg, number, members, target)
         state = _grant(state, cfg, number, members, target)
-    benefit = rescaled(state.benefit, state.budget, target)
-    return dataclasses.replace(state, budget=target, benefit=benefit)
+    return dataclasses.replace(rescaled(state, state.budget, target), budget=target)
 
 
 def _rank(

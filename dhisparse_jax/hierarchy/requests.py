@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
-from dhisparse_jax.hierarchy.ghost import forget
+from dhisparse_jax.hierarchy.ghost import expected_misses, forget
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
@@ -23,14 +23,17 @@ def join(
 
     The row must be free. Before the next step, `admit_prompt` must run for every pool.
     """
+    expected = expected_misses(state)
     state = dataclasses.replace(
         state,
         length=state.length.at[request].set(length),
         active=state.active.at[request].set(True),
-        miss_rate=state.miss_rate.at[:, request].set(0.0),
         benefit=forget(state.benefit, request),
     )
-    return set_budgets(state, cfg, admission_budgets(state, cfg, request))
+    state = set_budgets(state, cfg, admission_budgets(state, cfg, request))
+    # Else the next newcomer would take its pages from this one, which has not missed anything yet.
+    rate = expected / jnp.maximum(state.budget[:, request], 1).astype(jnp.float32)
+    return dataclasses.replace(state, miss_rate=state.miss_rate.at[:, request].set(rate))
 
 
 def leave(state: HierarchyState, cfg: HierarchyConfig, request: Int[Array, ""]) -> HierarchyState:
