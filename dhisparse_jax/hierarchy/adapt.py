@@ -162,15 +162,15 @@ def _move_pages(
     def move(_: Int[Array, ""], now: Int[Array, " n"]) -> Int[Array, " n"]:
         ratio = held.astype(jnp.float32) / jnp.maximum(now, 1).astype(jnp.float32)
         value = holders.value * ratio * ratio
-        wants = jnp.where(holders.active & (now < holders.useful), value, _NEVER)
-        taker = jnp.argmax(wants)
-        gives = jnp.where(now > holders.floor, value, jnp.inf)
-        giver = jnp.argmin(gives)
         free = total - now.sum()
+        grow = free > high
+        asks = holders.active & (now < holders.useful) & (grow | holders.misses)
+        wants = jnp.where(asks, value, _NEVER)
+        gives = jnp.where(now > holders.floor, value, jnp.inf)
+        taker, giver = jnp.argmax(wants), jnp.argmin(gives)
         shed = (free < low) & (gives[giver] < jnp.inf)
-        grow = (free > high) & (wants[taker] >= 0.0)
-        worth = holders.misses[taker] & (gives[giver] * HYSTERESIS < wants[taker])
-        trade = ~shed & ~grow & worth
+        grow = grow & (wants[taker] >= 0.0)
+        trade = ~shed & (free <= high) & (gives[giver] * HYSTERESIS < wants[taker])
         taken = now.at[taker].add(jnp.where(grow | trade, 1, 0))
         return taken.at[giver].add(jnp.where(shed | trade, -1, 0))
 

@@ -105,13 +105,17 @@ class Moves:
 
     def move(self, free, low, high):
         takers = [w for w in self.held if self.active[w] and self.held[w] < self.useful[w]]
+        if free <= high:  # a page that somebody has goes only to who misses records
+            takers = [w for w in takers if self.misses[w]]
         givers = [w for w in self.held if self.active[w] and self.held[w] > self.floor]
         taker, giver = self.pick(takers, 1), self.pick(givers, -1)
         if free < low and giver is not None:
             self.held[giver] -= 1
-        elif free > high and taker is not None:
+        elif free > high:
+            if taker is None:
+                return False
             self.held[taker] += 1
-        elif taker is not None and giver is not None and self.misses[taker]:
+        elif taker is not None and giver is not None:
             asked = HYSTERESIS * self.worth(giver)
             self.near(asked, self.worth(taker))
             if asked >= self.worth(taker):
