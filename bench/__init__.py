@@ -2,6 +2,7 @@
 
 Commands
     load_sweep    the policies against the load, on the bundled model
+    load_step     fetched share while the load goes up and down, simulated at 100K context
     speculation   drafts and draft lengths against the load, on the bundled model
     kernels       every operation against its floor
     tune          variants of the kernels that have a choice, each checked before it is timed
@@ -15,6 +16,7 @@ What they share
     roofline.py   measured floors, and the bound of a call
     work.py       what a case is
     caches.py     reference caches: LRU, FIFO, random, Belady
+    simulate.py   policies on traces: the real bookkeeping without a model and records
     plan_steps.py operands of the plan on traces
     pools.py      large host pools whose records can be checked
     variants.py   tunings that `tune` compares

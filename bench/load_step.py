@@ -1,12 +1,17 @@
 """The load step: what `fixed` and `adaptive` fetch while the load goes up and down again.
 
 Simulated exactly (`bench.simulate`) on the calibrated GLM trace at K = 2048 and 100K context. Every
-request has two pools, one that selects anew a quarter of what the published curve says, one 1.75
-times as much: their mean is the published curve. Both policies have the same device memory, enough
-for `ROWS` requests with 2 K per pool under `fixed`; `adaptive` may give each request no less than K,
-so it takes in twice as many. Requests end after some time and others take their place, as in
-serving; when the load falls, the one with most left to do stays.
+request has two pools; one selects anew a quarter of what the published curve says, one 1.75 times
+as much: their mean is the published curve. Both policies have the same device memory, enough for
+`ROWS` requests with 2 K per pool under `fixed`. `adaptive` may give each no less than K, so it
+takes in twice as many. Requests end after some time and others take their place, as in serving.
 
+When the load falls, the request with most left to do stays. It fills its new pages with what it
+misses, so its share falls slowly; the load settles when the next one, whose prompt fills its pages,
+takes its place.
+
+The moves of a step are those of the controller: pages that it gives or takes. An admission moves
+others, at most an even share, once; the largest is `admission_pages_max`.
 `oscillation` is a load that changes every 10 steps. Shares are fetched / selected rows. The exit
 status is 1 if a bar is missed.
 """
@@ -118,7 +123,7 @@ class Run(NamedTuple):
 
     def shares(self) -> np.ndarray:
         """Fetched share of every step."""
-        return self.record.fetched.sum(axis=1) / self.record.selected.sum(axis=1)
+        return np.asarray(self.record.fetched.sum(axis=1) / self.record.selected.sum(axis=1))
 
     def moves_per_token(self) -> np.ndarray:
         """Pages moved per generated token, every step; a page that changes hands counts once."""
@@ -201,7 +206,7 @@ def summarise(fixed: Run, adaptive: Run, floor: Run, swinging: Run, bound: float
     }
 
 
-def bars(summary: dict[str, Any], shares: dict[str, tuple[float, float]]) -> dict[str, bool]:
+def bars(summary: dict[str, Any], shares: dict[str, tuple[float, ...]]) -> dict[str, bool]:
     """What must hold; `shares` are those of `fixed` and `adaptive` by phase."""
     return {
         "fixed at low load 13-15 %": 0.13 <= summary["fixed_low"] <= 0.15,
@@ -228,7 +233,8 @@ def series(run: Run) -> dict[str, list[Any]]:
 
 def simulate(sizes: Sizes, say: Callable[[str], None]) -> dict[str, Any]:
     """All runs, and what they say."""
-    play, runs = sizes.script(), {}
+    play = sizes.script()
+    runs: dict[str, Run] = {}
     cases = {
         "fixed": (Policy.FIXED, ROWS, 2 * sizes.k, PHASES),
         "adaptive": (Policy.ADAPTIVE, 2 * ROWS, sizes.k, PHASES),

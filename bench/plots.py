@@ -32,5 +32,32 @@ def load_sweep() -> None:
     figure.savefig(path.with_suffix(".png"))
 
 
+def load_step() -> None:
+    """Fetched share over time while the load goes up and down, and the load below it."""
+    path = RESULTS / "load_step.json"
+    document = json.loads(path.read_text())
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(7, 4.4), dpi=150, sharex=True, height_ratios=(3, 1)
+    )
+    for policy in ("fixed", "adaptive"):
+        series = document["series"][policy]
+        share = [100 * share for share in series["fetched_share"]]
+        above.plot(share, color=COLOURS[policy], label=policy, linewidth=1)
+        below.step(range(len(share)), series["requests"], color=COLOURS[policy], linewidth=1)
+    floor = 100 * document["summary"]["fixed_at_floor"]
+    above.axhline(floor, color=COLOURS["resident"], linewidth=0.8, linestyle=":")
+    above.annotate("fixed at the floor", (0, floor), va="bottom", fontsize=8)
+    above.set_ylabel("selected rows fetched\nfrom host memory, %")
+    below.set_ylabel("requests")
+    below.set_xlabel("steps")
+    above.legend(frameon=False)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"))
+
+
 if __name__ == "__main__":
     load_sweep()
+    load_step()

@@ -25,10 +25,11 @@ from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.adapt import adapt
 from dhisparse_jax.hierarchy.commit import commit
 from dhisparse_jax.hierarchy.plan import finish_plan, plan_input, plan_tables
-from dhisparse_jax.hierarchy.state import HierarchyState, abstract
+from dhisparse_jax.hierarchy.state import FILL, HierarchyState, abstract
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.ids import NO_SLOT, masked
 from pallas_kernels.plan.api import plan as plan_op
+from pallas_kernels.plan.types import PlanCounts, PlanResult
 
 MOST_STEPS = 10
 """Steps per call: page lists grow meanwhile, and room for that is planned in vain."""
@@ -100,12 +101,12 @@ class StepRecord(NamedTuple):
         taken: pages taken from a holder.
     """
 
-    active: Bool[np.ndarray, " R"]
-    selected: Int[np.ndarray, " R"]
-    fetched: Int[np.ndarray, " R"]
-    held: Int[np.ndarray, "pools R"]
-    moved: Int[np.ndarray, ""]
-    taken: Int[np.ndarray, ""]
+    active: Bool[Array, " R"]
+    selected: Int[Array, " R"]
+    fetched: Int[Array, " R"]
+    held: Int[Array, "pools R"]
+    moved: Int[Array, ""]
+    taken: Int[Array, ""]
 
 
 class Simulator:
@@ -138,9 +139,7 @@ class Simulator:
         row = int(np.flatnonzero(~self.active)[0])
         follows = jnp.broadcast_to(jnp.asarray(trace, jnp.int32), (self.cfg.pools,))
         length = jnp.int32(self._play.history)
-        self.state, self._cast = self._join(
-            self.state, self._cast, jnp.int32(row), length, follows
-        )
+        self.state, self._cast = self._join(self.state, self._cast, jnp.int32(row), length, follows)
         return row
 
     def leave(self, row: int) -> None:
@@ -170,13 +169,11 @@ class Simulator:
 
 def _empty(cfg: HierarchyConfig) -> HierarchyState:
     """An empty hierarchy whose records and index keys have no words."""
-    empty = ("slot_of", "pages", "owner", "position", "ghost")
-    fill = {"step": 1, **dict.fromkeys(empty, NO_SLOT)}
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         name = path[-1].name
         shape = (*leaf.shape[:-1], 0) if name in ("host", "slots", "index_keys") else leaf.shape
-        return jnp.full(shape, fill.get(name, 0), leaf.dtype)
+        return jnp.full(shape, FILL.get(name, 0), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))
 
@@ -254,11 +251,14 @@ def _plan(
     few = tables._replace(slot_of=tables.slot_of[:rows])
     result, after = plan_op(wanted, few, page_slots=cfg.page_slots)
     after = after._replace(slot_of=tables.slot_of.at[:rows].set(after.slot_of))
-    every = lambda leaf, fill: jnp.pad(
-        leaf,
-        [(0, cfg.requests - rows)] + [(0, 0)] * (leaf.ndim - 1),
-        constant_values=fill,
+    result = PlanResult(
+        *(_rows(leaf, cfg.requests, NO_SLOT) for leaf in result[:-1]),
+        counts=PlanCounts(*(_rows(leaf, cfg.requests, 0) for leaf in result.counts)),
     )
-    counts = jax.tree.map(lambda leaf: every(leaf, 0), result.counts)
-    slots = jax.tree.map(lambda leaf: every(leaf, NO_SLOT), result._replace(counts=None))
-    return finish_plan(state, cfg, pool, slots._replace(counts=counts), after)
+    return finish_plan(state, cfg, pool, result, after)
+
+
+def _rows(leaf: Int[Array, "n ..."], rows: int, fill: int) -> Int[Array, "R ..."]:
+    """`leaf` with more rows, filled with `fill`."""
+    more = [(0, rows - leaf.shape[0])] + [(0, 0)] * (leaf.ndim - 1)
+    return jnp.pad(leaf, more, constant_values=fill)

@@ -21,6 +21,12 @@ from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
 
+FILL = {
+    "step": 1,
+    **dict.fromkeys(("slot_of", "pages", "owner", "position", "ghost"), NO_SLOT),
+}
+"""What the leaves of an empty state are full of; the others of zeros."""
+
 
 @state
 class PoolState:
@@ -167,13 +173,11 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
     JAX compiles anew for an array that is committed where the last one was not.
     """
     host, device = host_sharding(), jax.devices()[0]
-    empty = ("slot_of", "pages", "owner", "position", "ghost")
-    fill = {"step": 1, **dict.fromkeys(empty, NO_SLOT)}
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name == "host":
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)
-        return jax.device_put(jnp.full(leaf.shape, fill.get(name, 0), leaf.dtype), device)
+        return jax.device_put(jnp.full(leaf.shape, FILL.get(name, 0), leaf.dtype), device)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))
