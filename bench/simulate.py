@@ -27,7 +27,7 @@ from dhisparse_jax.hierarchy.commit import commit
 from dhisparse_jax.hierarchy.plan import finish_plan, plan_input, plan_tables
 from dhisparse_jax.hierarchy.state import FILL, HierarchyState, abstract
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.ids import NO_SLOT, masked
+from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.plan.api import plan as plan_op
 from pallas_kernels.plan.types import PlanCounts, PlanResult
 
@@ -211,7 +211,8 @@ def _steps(
         state, cast = carry
         held, active = state.budget, state.active
         for pool in range(cfg.pools):
-            selection = masked(windows[cast.trace[pool], cast.age], active[:, None, None])
+            selection = windows[cast.trace[pool], cast.age]
+            selection = jnp.where(active[:, None, None], selection, NO_SLOT)
             state = _plan(state, cfg, pool, selection, rows, columns)
         counts = state.counts
         state = adapt(commit(state, jnp.full_like(state.length, advance)), cfg)

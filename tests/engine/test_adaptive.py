@@ -1,6 +1,6 @@
 """Adaptive residency follows the load of real runs.
 
-18 pages of 8 slots for 3 requests in 2 pools, of which 2 stay in reserve; the floor is 1 page.
+18 pages of 8 slots for 3 requests in 2 pools; the floor is 1 page.
 """
 
 import dataclasses
@@ -77,12 +77,12 @@ def test_newcomers_make_the_others_shrink():
 
 
 def test_grows_when_the_others_leave(adaptive):
-    """Until it holds its whole history or all but the reserve; within a few steps."""
+    """Until it holds its whole history or all there is; within a few steps."""
     steps = alone(adaptive)
     assert len(steps) > 30
     for step in steps[8:]:
         useful = -(-(step.length[0] + 1) // 8)
-        full = step.budget.sum() == PAGES - PAGES // 8
+        full = step.budget.sum() == PAGES
         assert full or (step.budget[:, 0] >= useful - 1).all()
 
 
