@@ -34,6 +34,9 @@ HYSTERESIS = 1.5
 HIGH_WATERMARK, LOW_WATERMARK = 128, 256
 """One page in so many is free above each."""
 
+MISSES = 1.5
+"""Who has fetched so many records of late misses some; the prior of a value assumes one."""
+
 _NEVER = -1.0
 _HALVINGS = 32
 
@@ -46,7 +49,7 @@ class Holders(NamedTuple):
         useful: pages that its history can fill.
         floor: pages that it never falls below; 0 for nobody.
         active: whether there is a request.
-        misses: whether it fetches more than the one record that the prior of its value assumes.
+        misses: whether it fetches more than MISSES.
     """
 
     value: Float[Array, " n"]
@@ -121,7 +124,7 @@ def _holders(state: HierarchyState, cfg: HierarchyConfig, members: Int[Array, " 
         useful=everywhere(_useful(state, cfg)),
         floor=everywhere(jnp.where(state.active, cfg.floor_pages, 0)),
         active=everywhere(state.active),
-        misses=state.miss_rate[members].reshape(-1) > 1.0 - DECAY,
+        misses=state.miss_rate[members].reshape(-1) > MISSES * (1.0 - DECAY),
     )
 
 

@@ -64,7 +64,7 @@ class Controller:
                 useful={(pool, row): model.useful(row) for pool, row in members},
                 floor=self.sizes.floor,
                 active={(pool, row): model.active[row] for pool, row in members},
-                misses={each: self.miss_rate[each] > 1 - DECAY for each in members},
+                misses={each: self.miss_rate[each] > 1.5 * (1 - DECAY) for each in members},
             )
             total, room = self.sizes.pages(hot), not all(model.active)
             marks = (total // LOW, total // HIGH) if room else (0, 0)
@@ -94,14 +94,15 @@ class Moves:
     def pick(self, candidates, sign):
         """Whoever values a page most (+1) or least (-1), the first of equals."""
         best = max(candidates, key=lambda who: sign * self.worth(who), default=None)
+        alike = lambda who: (self.value[who], self.start[who], self.held[who])
         for other in candidates:
-            self.near(self.worth(other), self.worth(best))
+            if alike(other) != alike(best):  # else the values are equal in any precision
+                self.near(self.worth(other), self.worth(best))
         return best
 
     def near(self, one, other):
         """Decisions between values that differ by rounding only cannot be told in float32."""
-        if one != other:
-            self.margin = min(self.margin, abs(one - other) / max(abs(one), abs(other)))
+        self.margin = min(self.margin, abs(one - other) / max(abs(one), abs(other)))
 
     def move(self, free, low, high):
         takers = [w for w in self.held if self.active[w] and self.held[w] < self.useful[w]]
