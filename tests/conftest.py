@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jaxtyping
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,3 +36,10 @@ if importlib.util.find_spec("beartype"):
         ["pallas_kernels", *(f"dhisparse_jax.{name}" for name in sorted(CHECKED))],
         "beartype.beartype",
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Compiled programs of a module are of no use to the next, and take gigabytes in the end."""
+    yield
+    jax.clear_caches()

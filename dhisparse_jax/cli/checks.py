@@ -1,11 +1,11 @@
 """What an option refuses, with the value. Typer's own ranges let NaN through."""
 
-import math
-
 import typer
 
 AUTO = "auto"
 """A length that the program chooses."""
+
+MOST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def count(value: int | None) -> int | None:
@@ -25,9 +25,16 @@ def draft_length(value: str | None) -> str | None:
 
 
 def not_negative(value: float) -> float:
-    """Refuse less than 0, NaN and infinity."""
-    if not (math.isfinite(value) and value >= 0):
-        raise typer.BadParameter(f"{value} is not a number of at least 0")
+    """Refuse less than 0, NaN, and what is infinite in float32."""
+    if not 0 <= value <= MOST_FLOAT32:
+        raise typer.BadParameter(f"{value} is not a number of at least 0, or more than float32 has")
+    return value
+
+
+def top_k(value: int) -> int:
+    """Refuse what does not fit the 32 bits of a number of tokens."""
+    if not 0 <= value < 2**31:
+        raise typer.BadParameter(f"{value} is not in the range 0 to {2**31 - 1}")
     return value
 
 

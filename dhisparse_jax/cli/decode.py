@@ -1,7 +1,8 @@
 """`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+import os
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,7 @@ def run(options: DecodeOptions) -> None:
     # What can be refused without a model is refused before one is loaded.
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
+    check_json(options)
     output = OutputFile(options.json) if options.json else None
     try:
         work(options, prompts, output)
@@ -101,17 +103,20 @@ def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile |
     from dhisparse_jax.cli.tables import hierarchy_table, request_table
 
     out, err = Console(), Console(stderr=True)
-    with err.status(f"loading {options.model}") if err.is_terminal else contextlib.nullcontext():
-        loaded, requests, engine = prepare(options, prompts)
-    setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
-    record = RunRecord.of(requests)
-    stopped: BaseException | None = None
-    try:
-        with trace(options.trace_dir):
-            follow(engine, requests, record, loaded, out, err)
-    except (KeyboardInterrupt, BrokenPipeError) as error:
-        stopped = error
-        record.interrupt()
+    with interrupts() as check_interrupt:
+        loading = err.status(f"loading {options.model}")
+        with loading if err.is_terminal else contextlib.nullcontext():
+            loaded, requests, engine = prepare(options, prompts)
+        check_interrupt()
+        setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
+        record = RunRecord.of(requests)
+        stopped: BaseException | None = None
+        try:
+            with trace(options.trace_dir):
+                follow(engine, requests, record, loaded, (out, err), check_interrupt)
+        except BaseException as error:  # whatever it was, the tokens so far are kept
+            stopped = error
+            record.interrupt()
     if stopped is None:  # it takes a moment, which an interrupt does not give
         record.draft_seconds = record.steps * engine.draft_step_seconds()
     if output:
@@ -186,20 +191,34 @@ def follow(
     requests: Sequence["Request"],
     record: "RunRecord",
     loaded: "LoadedModel",
-    out: Console,
-    err: Console,
+    consoles: tuple[Console, Console],
+    check_interrupt: Callable[[], None],
 ) -> None:
-    """Run the requests: every event goes into the record, then onto the display."""
+    """Run the requests: every event goes into the record, then onto the display.
+
+    Args:
+        engine: runs them.
+        requests: what to run.
+        record: takes in the events.
+        loaded: the model, for its tokenizer.
+        consoles: of standard output and of standard error.
+        check_interrupt: raises KeyboardInterrupt if the run is to stop.
+    """
     from dhisparse_jax.cli.display import make_display
 
-    with (
-        make_display(record, loaded.tokenizer.decode, out, err) as display,
-        interrupts() as check_interrupt,
-    ):
+    with make_display(record, loaded.tokenizer.decode, *consoles) as display:
         for event in engine.run(requests):
             record.add(event)
             display.show(event)
             check_interrupt()
+
+
+def check_json(options: DecodeOptions) -> None:
+    """Raises UserError where the document would replace a prompt."""
+    json = options.json
+    for name in options.prompt_files:
+        if json and name != "-" and json.exists() and os.path.samefile(json, name):
+            raise UserError(f"--json {json} is also a prompt; name another file")
 
 
 def check_trace_dir(path: Path | None) -> None:

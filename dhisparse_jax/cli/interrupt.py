@@ -1,28 +1,37 @@
-"""Interrupts that cannot get lost.
+"""Interrupts that neither get lost nor break a step in the middle.
 
-Python drops an exception that is raised inside a callback of a compiled library, and a program
-spends seconds in those while it compiles. So an interrupt is also noted, to be looked at later.
+An exception that a signal raises can come between a step that has consumed the state and the line
+that keeps the new one; and Python drops it inside a callback of a compiled library, where a program
+spends seconds while it compiles. So the first signal is only noted, to be looked at between steps.
+The second one is raised wherever it comes.
 """
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+NOTICE = b"\nstopping after this step; once more stops at once\n"
+
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], None]]:
-    """Note SIGINT and SIGTERM in the body, and raise KeyboardInterrupt for each.
+    """Note the first SIGINT or SIGTERM in the body, and raise KeyboardInterrupt for the second.
 
     Yields:
-        A check to call now and then: raises KeyboardInterrupt if one was noted and got lost.
+        A check to call between steps: raises KeyboardInterrupt if a signal was noted.
     """
     seen: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         seen.append(number)
-        raise KeyboardInterrupt
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.write(sys.stderr.fileno(), NOTICE)  # a handler may not use buffered streams
 
     def check() -> None:
         if seen:

@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(usage_message(cast("typer.BadParameter", error)))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except OSError as error:  # of files, the commands say more: what is left are the streams
+        return fail(f"cannot write the output: {error.strerror or error}")
     except (RuntimeError, MemoryError) as error:
         message = machine_message(error)
         if message is None:

@@ -14,6 +14,7 @@ from dhisparse_jax.cli.checks import (
     not_negative,
     probability,
     seed_value,
+    top_k,
 )
 
 HIERARCHY = "KV hierarchy"
@@ -193,7 +194,7 @@ TopK = Annotated[
     typer.Option(
         "--top-k",
         metavar="K",
-        callback=not_negative,
+        callback=top_k,
         help="Sample from the K most likely tokens; 0: from all.",
         rich_help_panel=SAMPLING,
     ),

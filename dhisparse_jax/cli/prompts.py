@@ -43,6 +43,8 @@ def read_file(path: str) -> bytes:
     Raises:
         UserError: as `read_prompts`.
     """
+    if path == STANDARD_INPUT and sys.stdin is None:
+        raise UserError("standard input is closed; name a file with -p")
     try:
         data = sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
     except FileNotFoundError:

@@ -107,9 +107,19 @@ class OutputFile:
         self._temporary = Path(name)
 
     def write(self, document: dict[str, Any]) -> None:
-        """Write `document`, indented but with a line per list of numbers, and put it in place."""
+        """Write `document`, indented but with a line per list of numbers, and put it in place.
+
+        Raises:
+            UserError: it cannot be written, for example because the disk is full.
+        """
         text = json.dumps(document, indent=2, allow_nan=False) + "\n"
         text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+        try:
+            self._put(text)
+        except OSError as error:
+            raise UserError(f"--json {self._path} cannot be written: {error.strerror}") from None
+
+    def _put(self, text: str) -> None:
         if self._temporary is None:
             self._path.write_text(text, encoding="utf-8")
             return

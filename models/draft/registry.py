@@ -38,9 +38,10 @@ def load_draft(
     """
     directory = BUNDLED_DRAFTS.get(name, Path(name))
     if not directory.is_dir():
+        bundled = [kind for kind, path in BUNDLED_DRAFTS.items() if path.is_dir()]
         raise UserError(
-            f"unknown draft {name}: neither a bundled one ({', '.join(KINDS)}) nor the folder of "
-            "a checkpoint"
+            f"unknown draft {name}: neither bundled ({', '.join(bundled) or 'none is'}) nor the "
+            "folder of a checkpoint"
         )
     if not isinstance(loaded.model, GlmServed):
         raise UserError(f"the model {loaded.name} has no layers that a draft can read")

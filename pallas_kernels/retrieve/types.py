@@ -2,7 +2,10 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.common.ids import NO_SLOT, in_range, masked
 
 
 class Fetches(NamedTuple):
@@ -29,3 +32,22 @@ class Moves(NamedTuple):
 
     sources: Int[Array, " m"]
     targets: Int[Array, " m"]
+
+
+def counted(fetches: Fetches) -> Bool[Array, "R n"]:
+    """Which entries count."""
+    entry = jnp.arange(fetches.positions.shape[1], dtype=jnp.int32)
+    return entry[None] < fetches.counts[:, None]
+
+
+def located(fetches: Fetches, records: int) -> tuple[Int[Array, "R n"], Int[Array, "R n"]]:
+    """Host row and slot of every entry, with `records` rows for all requests together.
+
+    The row is NO_SLOT where the request has no such position, the slot where nothing is to be done.
+    """
+    requests, _ = fetches.positions.shape
+    capacity = records // max(requests, 1)
+    request = jnp.arange(requests, dtype=jnp.int32)[:, None]
+    rows = request * capacity + fetches.positions
+    wanted = counted(fetches) & (fetches.positions != NO_SLOT)
+    return masked(rows, in_range(fetches.positions, capacity)), masked(fetches.targets, wanted)

@@ -17,7 +17,7 @@ from pallas_kernels.common.ids import INT32_MAX, in_range, masked
 from pallas_kernels.common.memory_space import as_device
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.retrieve.api import retrieve
-from pallas_kernels.retrieve.types import Fetches, Moves
+from pallas_kernels.retrieve.types import Fetches, Moves, counted, located
 from pallas_kernels.sparse_attention import mosaic as attention_kernel
 from pallas_kernels.sparse_attention.mosaic_work import BLOCK, HEADS
 
@@ -65,16 +65,13 @@ def _brought(
     selection: Int[Array, "R K"],
 ) -> attention_kernel.Brought:
     """The fetches as the kernel takes them: by block, with ids that exist or are NO_SLOT."""
-    requests, entries = fetches.positions.shape
-    capacity = host.shape[0] // requests
-    counted = jnp.arange(entries, dtype=jnp.int32)[None] < fetches.counts[:, None]
-    request = jnp.arange(requests, dtype=jnp.int32)[:, None]
-    rows = request * capacity + fetches.positions
+    rows, targets = located(fetches, host.shape[0])
+    positions = jnp.where(counted(fetches), fetches.positions, INT32_MAX)
     return attention_kernel.Brought(
         host=as_device(host),
-        rows=masked(rows, in_range(fetches.positions, capacity)),
-        targets=masked(fetches.targets, in_range(fetches.targets, slots.shape[0])),
-        before=_before(jnp.where(counted, fetches.positions, INT32_MAX), selection),
+        rows=rows,
+        targets=masked(targets, in_range(targets, slots.shape[0])),
+        before=_before(positions, selection),
     )
 
 

@@ -1,10 +1,12 @@
 """`dhisparse decode` on a fake engine: what it prints, writes and refuses."""
 
+import errno
 import json
 import os
 import signal
 import stat
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -248,6 +250,8 @@ def test_a_file_is_no_trace_folder(run, fake, prompt):
         (["-n", "0"], "0 is less than 1"),
         (["--max-new-tokens", "many"], "'--max-new-tokens'"),
         (["--temperature", "nan"], "'--temperature': nan is not a number of at least 0"),
+        (["--temperature", "1e300"], "'--temperature': 1e+300 is not a number of at least 0"),
+        (["--top-k", "99999999999"], "'--top-k': 99999999999 is not in the range"),
         (["--temperature", "-1"], "'--temperature': -1.0 is not a number of at least 0"),
         (["--temperature", "inf"], "'--temperature'"),
         (["--top-k", "-1"], "'--top-k'"),
@@ -285,3 +289,24 @@ def test_draft_options(run, fake, prompt, arguments, wanted):
 def test_draft_length_that_means_nothing(run, fake, prompt, length):
     error = run("decode", "-p", prompt("a", b"a"), "--draft-length", length).error
     assert "is neither auto nor a number of at least 1" in error
+
+
+def test_tokens_are_kept_when_the_output_cannot_be_written(run, fake, prompt, tmp_path):
+    def full(step):
+        if step == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fake.engine.on_step = full
+    path = tmp_path / "out.json"
+    result = run("decode", "-p", prompt("a", b"a"), "--json", path)
+    assert result.code == 2
+    assert result.err.endswith("error: cannot write the output: No space left on device\n")
+    assert json.loads(path.read_text())["metrics"]["output_tokens"] >= 2
+
+
+def test_a_document_does_not_replace_a_prompt(run, prompt):
+    path = prompt("a", b"text")
+    result = run("decode", "-p", path, "--json", path)
+    assert result.code == 2
+    assert result.error.endswith("is also a prompt; name another file")
+    assert Path(path).read_bytes() == b"text"

@@ -1,6 +1,5 @@
-"""An interrupt that a callback swallowed still ends the run."""
+"""The first signal waits for a check, the second does not."""
 
-import contextlib
 import os
 import signal
 
@@ -10,12 +9,19 @@ from dhisparse_jax.cli.interrupt import interrupts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_swallowed_interrupt_is_raised_at_the_next_check(number):
+def test_the_first_signal_is_raised_at_the_next_check(number, capfd):
     before = signal.getsignal(number)
     with interrupts() as check:
         check()
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert "stopping after this step" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             check()
     assert signal.getsignal(number) is before
+
+
+def test_the_second_signal_is_raised_at_once():
+    with interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

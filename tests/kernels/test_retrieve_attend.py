@@ -17,8 +17,8 @@ from pallas_kernels.common.ids import INT32_MAX
 from pallas_kernels.common.scaled_rows import GLM_FP8
 from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.retrieve_attend import api, cases, mosaic
-from pallas_kernels.sparse_attention import mosaic as attention_mosaic
 from pallas_kernels.sparse_attention.mosaic_rows import BLOCK
+from pallas_kernels.sparse_attention.mosaic_work import default_tuning
 from tests.support.attention import assert_close, run
 from tests.support.lowering import lowered
 from tests.support.retrieve_attend import arguments, assert_same, refusal, run_fused
@@ -208,6 +208,6 @@ def test_the_kernel_lowers_at_production_size_without_a_copy_of_the_pools(name):
     pools = [f"tensor<{count}x{words}xi32>" for count in (host, slots)]
     touched = [line for line in others if any(pool in line for pool in pools)]
     assert [line.split()[0] for line in touched] == ["func.func", "return"], "a pool is copied"
-    splits = attention_mosaic.default_tuning(requests, 2048).splits
+    splits = default_tuning(requests, 2048).splits
     assert splits == (1 if requests == 128 else 8)
     assert f"tensor<{requests}x1x{splits}x64xf32>" in calls[-1]

@@ -90,7 +90,7 @@ def test_impossible_requests_are_refused(tmp_path, target):
     for length in (0, 4):
         with pytest.raises(UserError, match=f"draft length {length} is not .* 1 to 3"):
             load_draft(directory, target, length)
-    with pytest.raises(UserError, match="unknown draft nothing: neither a bundled one"):
+    with pytest.raises(UserError, match="unknown draft nothing: neither bundled"):
         load_draft("nothing", target)
     other = dataclasses.replace(target, model=toy()[0])
     with pytest.raises(UserError, match="no layers that a draft can read"):
