@@ -1,35 +1,39 @@
 """The load step: what `fixed` and `adaptive` fetch while the load goes up and down again.
 
-Simulated exactly (`bench.simulate`) on the calibrated GLM trace at K = 2048 and 100K context. Every
-request has two pools; one selects anew a quarter of what the published curve says, one 1.75 times
-as much: their mean is the published curve. Both policies have the same device memory, enough for
-`ROWS` requests with 2 K per pool under `fixed`. `adaptive` may give each no less than K, so it
-takes in twice as many. Requests end after some time and others take their place, as in serving.
+Simulated exactly (`bench.simulator`) on the calibrated GLM trace at K = 2048 and 100K context.
+Every request has two pools: one selects anew a quarter of what the published curve says, one 1.75
+times as much; their mean is the published curve. Both policies have the same device memory, enough
+for `ROWS` requests with 2 K per pool under `fixed`. `adaptive` may give each no less than K, so it
+takes in twice as many. Requests end after some time and others take their place (`bench.crowd`).
 
-When the load falls, the request with most left to do stays. It fills its new pages with what it
-misses, so its share falls slowly; the load settles when the next one, whose prompt fills its pages,
-takes its place.
+`settle_steps` and `adaptive_low`: when the load falls, the request that stays gets the pages at
+once, but residency changes copy nothing, so it fills them with what it misses, and its share falls
+slowly. The load has settled when the next request, whose prompt fills its pages, has taken its
+place. `survivor` says how far a single request comes by its misses alone.
 
-The moves of a step are those of the controller: pages that it gives or takes. An admission moves
-others, at most an even share, once; the largest is `admission_pages_max`.
-`oscillation` is a load that changes every 10 steps. Shares are fetched / selected rows. The exit
-status is 1 if a bar is missed.
+`sharing` compares where pages go by measured benefit with as much memory dealt evenly to as many
+requests and pools.
+
+Moves are pages that the controller gives or takes in a step; `moves_bound` bounds them. What an
+admission takes from others is its own, at most an even share, once (`admission_pages_max`);
+`oscillation_moves_per_token_max` counts both over whole periods of a load that changes every 10
+steps. Shares are fetched / selected rows. The exit status is 1 if a bar is missed.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import jax
 import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.crowd import EVENT, LIFE, Crowd, Phase, Run
 from bench.record import RESULTS, environment, write
-from bench.simulate import Script, Simulator, StepRecord, geometry, script
+from bench.simulator import Script, Simulator, geometry, script
 from bench.traces import GLM_5_1, trace
 from dhisparse_jax.config import HierarchyConfig, Policy
 
@@ -39,27 +43,13 @@ ROWS = 16
 LOCALITIES = (0.25, 1.75)
 """Misses of the pools of a request, in units of the published ones."""
 
-COMPARED = ("fixed", "adaptive")
-
-EVENT = 10
-"""Steps between two moments at which requests come and go."""
-
-LIFE = 150
-"""Steps that a request runs at most."""
-
+FIXED_SHARES = (0.13, 0.15)
 SETTLED_SHARE = 0.014
 SETTLED_STEPS = 200
 RELEASE_STEPS = 2
 FLOOR_MARGIN = 1.10
-
-
-class Phase(NamedTuple):
-    """A load that is kept for some steps."""
-
-    name: str
-    requests: int
-    steps: int
-
+SETTLING = 40
+"""First steps of a phase that its share leaves out."""
 
 PHASES = (
     Phase("low", 1, 60),
@@ -69,6 +59,7 @@ PHASES = (
     Phase("low again", 1, 300),
 )
 OSCILLATION = tuple(Phase("oscillation", ROWS // 2 * (1 + n % 2), EVENT) for n in range(12))
+PERIOD = 2 * EVENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +68,24 @@ class Sizes:
 
     k: int = 2048
     history: int = 100_000
-    moves_per_step: int = 32
+    moves_per_step: int = 16
 
-    def config(self, policy: Policy, rows: int, hot_rows: int) -> HierarchyConfig:
-        """A hierarchy of this size."""
-        return HierarchyConfig(
+    @property
+    def steps(self) -> int:
+        """Steps of a trace: of the longest request, and of the survivor."""
+        return max(LIFE, PHASES[-1].steps) + EVENT
+
+    def simulator(self, play: Script, policy: Policy, rows: int) -> Simulator:
+        """A hierarchy with the device memory that there is, and so many rows."""
+        cfg = HierarchyConfig(
             geometry=geometry(self.k, len(LOCALITIES)),
             policy=policy,
             requests=rows,
-            capacity=self.history + LIFE + EVENT,
-            hot_rows=hot_rows,
+            capacity=self.history + self.steps,
+            hot_rows=2 * ROWS * self.k // rows,
             moves_per_step=self.moves_per_step,
         )
+        return Simulator(cfg, play)
 
     def script(self) -> Script:
         """Two traces per kind of pool, the kinds one after the other."""
@@ -96,82 +93,65 @@ class Sizes:
             GLM_5_1.with_misses(factor * (1 - GLM_5_1.shares[0]))
             for factor in (*LOCALITIES, *LOCALITIES)
         ]
-        return script(
-            [
-                trace(kind, k=self.k, history=self.history, steps=LIFE + EVENT, seed=seed)
-                for seed, kind in enumerate(kinds)
-            ]
-        )
+        sizes = {"k": self.k, "history": self.history, "steps": self.steps}
+        return script([trace(kind, seed=seed, **sizes) for seed, kind in enumerate(kinds)])
 
 
-class Run(NamedTuple):
-    """A policy under a load: the steps, and what every admission did.
-
-    Attributes:
-        record: every step.
-        release_steps: steps until each newcomer held its floor.
-        admission_pages: pages that each admission took from others.
-    """
-
-    record: StepRecord
-    release_steps: list[int]
-    admission_pages: list[int]
-
-    def share(self, steps: slice) -> float:
-        """Fetched share over some steps."""
-        return float(self.record.fetched[steps].sum() / self.record.selected[steps].sum())
-
-    def shares(self) -> np.ndarray:
-        """Fetched share of every step."""
-        return np.asarray(self.record.fetched.sum(axis=1) / self.record.selected.sum(axis=1))
-
-    def moves_per_token(self) -> np.ndarray:
-        """Pages moved per generated token, every step; a page that changes hands counts once."""
-        moved = np.maximum(self.record.moved, self.record.taken)
-        return moved / self.record.active.sum(axis=1)
-
-
-class Crowd:
-    """Requests that come and go so that as many run as a phase says."""
-
-    def __init__(self, sim: Simulator, seed: int = 0) -> None:
-        self._sim, self._rng, self._joined = sim, np.random.default_rng(seed), 0
-        self._left: dict[int, int] = {}  # row -> steps to go
-        self.release_steps: list[int] = []
-        self.admission_pages: list[int] = []
-
-    def run(self, phases: tuple[Phase, ...]) -> Run:
-        """Play some phases; a policy runs as many requests as it has rows."""
-        parts = []
-        for phase in phases:
-            for _ in range(phase.steps // EVENT):
-                self._events(min(phase.requests, self._sim.cfg.requests))
-                parts.append(self._sim.run(EVENT))
-                self._left = {row: left - EVENT for row, left in self._left.items()}
-        record = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-        return Run(record, self.release_steps, self.admission_pages)
-
-    def _events(self, load: int) -> None:
-        ended = [row for row, left in self._left.items() if left <= 0]
-        staying = sorted(set(self._left) - set(ended), key=self._left.__getitem__, reverse=True)
-        for row in ended + staying[load:]:
-            self._sim.leave(row)
-            del self._left[row]
-        while len(self._left) < load:
-            self._join()
-
-    def _join(self) -> None:
-        before, number = self._sim.budget, self._joined % 2
-        row = self._sim.join(tuple(number * len(LOCALITIES) + pool for pool in range(len(before))))
-        after, floor = self._sim.budget, self._sim.cfg.floor_pages
-        self.admission_pages.append(int(np.maximum(before - after, 0).sum()))
-        # Pages are a newcomer's before its first step; if not, the bound below is missed.
-        self.release_steps.append(0 if (after[:, row] >= floor).all() else LIFE)
-        self._left[row] = EVENT * int(self._rng.integers(3, LIFE // EVENT + 1))
-        self._joined += 1
+def simulate(sizes: Sizes, say: Callable[[str], None]) -> dict[str, Any]:
+    """All runs, and what they say."""
+    play, even = sizes.script(), {phase.name: phase for phase in PHASES[:2]}
+    cases = {
+        "fixed": (Policy.FIXED, ROWS, PHASES),
+        "adaptive": (Policy.ADAPTIVE, 2 * ROWS, PHASES),
+        "fixed_at_floor": (Policy.FIXED, 2 * ROWS, (Phase("floor", 2 * ROWS, 40),)),
+        "oscillation": (Policy.ADAPTIVE, 2 * ROWS, OSCILLATION),
+        **{name: (Policy.FIXED, phase.requests, (phase,)) for name, phase in even.items()},
+    }
+    runs: dict[str, Run] = {}
+    start = time.perf_counter()
+    for name, (policy, rows, phases) in cases.items():
+        runs[name] = Crowd(sizes.simulator(play, policy, rows)).run(phases)
+        say(f"{name}: {time.perf_counter() - start:.0f} s")
+    survivor = survive(sizes.simulator(play, Policy.ADAPTIVE, 2 * ROWS))
+    say(f"survivor: {time.perf_counter() - start:.0f} s")
+    shares = {phase.name: phase_shares(runs, phase) for phase in PHASES if phase.requests <= ROWS}
+    alone = slice(SETTLING, None)
+    sharing = {name: compare(runs["adaptive"], name, runs[name], alone) for name in even}
+    sharing["high"] = compare(runs["adaptive"], "high", runs["fixed"], steps_of("high"))
+    summary = summarise(runs, bound=float(sizes.moves_per_step))
+    return {
+        "sizes": {**dataclasses.asdict(sizes), "rows": ROWS, "localities": LOCALITIES},
+        "phases": [phase._asdict() for phase in PHASES],
+        "summary": summary,
+        "bars": bars(summary, shares, sharing),
+        "shares": shares,
+        "sharing": sharing,
+        "survivor": {f"after {steps}": survivor[steps - 1] for steps in (100, SETTLED_STEPS, 300)},
+        "admission_pages_max": max(
+            pages for name in ("adaptive", "oscillation") for _, pages in runs[name].admissions
+        ),
+        "oscillation_moves_per_token_max": float(
+            runs["oscillation"].all_moves_per_token(PERIOD)[1:].max()
+        ),
+        "series": {
+            name: series(runs[name])
+            for name in ("fixed", "adaptive", "fixed_at_floor", "oscillation")
+        },
+    }
 
 
-def steps_of(name: str, settling: int = 0) -> slice:
+def survive(sim: Simulator) -> list[float]:
+    """Fetched share of a request after all others have left a full hierarchy, step by step."""
+    for number in range(sim.cfg.requests):
+        first = number % 2 * sim.cfg.pools
+        sim.join(range(first, first + sim.cfg.pools))
+    for row in range(1, sim.cfg.requests):
+        sim.leave(row)
+    alone = Run(sim.run(PHASES[-1].steps), [], [])
+    return [round(float(share), 5) for share in alone.shares()]
+
+
+def steps_of(name: str, settling: int = SETTLING) -> slice:
     """The steps of a phase without its first ones."""
     start = 0
     for phase in PHASES:
@@ -181,16 +161,32 @@ def steps_of(name: str, settling: int = 0) -> slice:
     raise KeyError(name)
 
 
+def phase_shares(runs: dict[str, Run], phase: Phase) -> dict[str, float]:
+    """What both policies fetch at a load."""
+    return {name: runs[name].share(steps_of(phase.name)) for name in ("fixed", "adaptive")}
+
+
+def compare(adaptive: Run, name: str, even: Run, steps: slice) -> dict[str, Any]:
+    """Measured benefit in a phase against even sharing of as much memory in steps of `even`."""
+    return {
+        "even": even.share(steps),
+        "measured": adaptive.share(steps_of(name)),
+        "pages_even": even.pages(steps),
+        "pages_measured": adaptive.pages(steps_of(name)),
+    }
+
+
 def settle_steps(run: Run, width: int = EVENT) -> int:
     """Steps after the fall of the load until the share stays at its bar, `width` steps averaged."""
-    shares = run.shares()[steps_of("low again")].reshape(-1, width).mean(axis=1)
+    shares = run.shares()[steps_of("low again", 0)].reshape(-1, width).mean(axis=1)
     above = np.flatnonzero(shares > SETTLED_SHARE)
     return int(width * (above.max(initial=-1) + 1))
 
 
-def summarise(fixed: Run, adaptive: Run, floor: Run, swinging: Run, bound: float) -> dict[str, Any]:
+def summarise(runs: dict[str, Run], bound: float) -> dict[str, Any]:
     """The figures of the load step."""
-    high, low = steps_of("high", 40), steps_of("low again", SETTLED_STEPS)
+    fixed, adaptive, swinging = runs["fixed"], runs["adaptive"], runs["oscillation"]
+    high, low = steps_of("high"), steps_of("low again", SETTLED_STEPS)
     moves = max(adaptive.moves_per_token().max(), swinging.moves_per_token().max())
     return {
         "fixed_low": fixed.share(low),
@@ -198,7 +194,7 @@ def summarise(fixed: Run, adaptive: Run, floor: Run, swinging: Run, bound: float
         "adaptive_low": adaptive.share(low),
         "adaptive_high": adaptive.share(high),
         "adaptive_exhausted": adaptive.share(steps_of("exhausted", 20)),
-        "fixed_at_floor": floor.share(slice(20, None)),
+        "fixed_at_floor": runs["fixed_at_floor"].share(slice(20, None)),
         "release_steps_max": max(adaptive.release_steps + swinging.release_steps),
         "settle_steps": settle_steps(adaptive),
         "moves_per_token_max": float(moves),
@@ -206,18 +202,24 @@ def summarise(fixed: Run, adaptive: Run, floor: Run, swinging: Run, bound: float
     }
 
 
-def bars(summary: dict[str, Any], shares: dict[str, tuple[float, ...]]) -> dict[str, bool]:
-    """What must hold; `shares` are those of `fixed` and `adaptive` by phase."""
+def bars(
+    summary: dict[str, Any],
+    shares: dict[str, dict[str, float]],
+    sharing: dict[str, dict[str, Any]],
+) -> dict[str, bool]:
+    """What must hold; `shares` and `sharing` by phase."""
+    least, most = FIXED_SHARES
     return {
-        "fixed at low load 13-15 %": 0.13 <= summary["fixed_low"] <= 0.15,
-        "fixed at high load 13-15 %": 0.13 <= summary["fixed_high"] <= 0.15,
+        "fixed at low load 13-15 %": least <= summary["fixed_low"] <= most,
+        "fixed at high load 13-15 %": least <= summary["fixed_high"] <= most,
         "adaptive at low load <= 1.4 %": summary["adaptive_low"] <= SETTLED_SHARE,
-        "adaptive below fixed": all(mine < other for other, mine in shares.values()),
+        "adaptive below fixed": all(load["adaptive"] < load["fixed"] for load in shares.values()),
         "exhausted within 10 % of fixed at the floor": summary["adaptive_exhausted"]
         <= FLOOR_MARGIN * summary["fixed_at_floor"],
         "released within 2 steps": summary["release_steps_max"] <= RELEASE_STEPS,
         "settled within 200 steps": summary["settle_steps"] <= SETTLED_STEPS,
         "moves within the bound": summary["moves_per_token_max"] <= summary["moves_bound"],
+        "benefit better than even": all(x["measured"] < x["even"] for x in sharing.values()),
     }
 
 
@@ -227,42 +229,24 @@ def series(run: Run) -> dict[str, list[Any]]:
         "requests": run.record.active.sum(axis=1).tolist(),
         "fetched_share": [round(float(share), 5) for share in run.shares()],
         "held_pages": run.record.held.sum(axis=(1, 2)).tolist(),
-        "moved_pages": np.maximum(run.record.moved, run.record.taken).tolist(),
+        "moved_pages": run.moved().tolist(),
     }
 
 
-def simulate(sizes: Sizes, say: Callable[[str], None]) -> dict[str, Any]:
-    """All runs, and what they say."""
-    play = sizes.script()
-    runs: dict[str, Run] = {}
-    cases = {
-        "fixed": (Policy.FIXED, ROWS, 2 * sizes.k, PHASES),
-        "adaptive": (Policy.ADAPTIVE, 2 * ROWS, sizes.k, PHASES),
-        "fixed_at_floor": (Policy.FIXED, 2 * ROWS, sizes.k, (Phase("floor", 2 * ROWS, 60),)),
-        "oscillation": (Policy.ADAPTIVE, 2 * ROWS, sizes.k, OSCILLATION),
-    }
-    for name, (policy, rows, hot_rows, phases) in cases.items():
-        start = time.perf_counter()
-        sim = Simulator(sizes.config(policy, rows, hot_rows), play)
-        runs[name] = Crowd(sim).run(phases)
-        say(f"{name}: {time.perf_counter() - start:.0f} s")
-    summary = summarise(*runs.values(), bound=float(sizes.moves_per_step))
-    phases = {
-        phase.name: tuple(runs[name].share(steps_of(phase.name, 40)) for name in COMPARED)
-        for phase in PHASES
-        if phase.requests <= ROWS
-    }
-    return {
-        "sizes": {**dataclasses.asdict(sizes), "rows": ROWS, "localities": LOCALITIES},
-        "phases": [phase._asdict() for phase in PHASES],
-        "summary": summary,
-        "bars": bars(summary, phases),
-        "shares": {name: dict(zip(COMPARED, pair, strict=True)) for name, pair in phases.items()},
-        "admission_pages_max": max(
-            runs["adaptive"].admission_pages + runs["oscillation"].admission_pages
-        ),
-        "series": {name: series(run) for name, run in runs.items()},
-    }
+def report(result: dict[str, Any], console: Console) -> None:
+    """The figures as tables."""
+    table = Table("figure", "value", title="load step")
+    for name, value in result["summary"].items():
+        table.add_row(name, f"{value:.4g}")
+    for name, holds in result["bars"].items():
+        table.add_row(name, "yes" if holds else "NO")
+    console.print(table)
+    table = Table("load", "fetched, even", "fetched, measured", "pages, even", "pages, measured")
+    pages = lambda each: " + ".join(f"{number:.0f}" for number in each)
+    for name, each in result["sharing"].items():
+        fetched = (f"{each[how]:.4f}" for how in ("even", "measured"))
+        table.add_row(name, *fetched, pages(each["pages_even"]), pages(each["pages_measured"]))
+    console.print(table)
 
 
 def main(
@@ -273,12 +257,7 @@ def main(
     """Simulate the load step and check its bars."""
     console, start = Console(stderr=True), time.perf_counter()
     result = simulate(Sizes(), console.print)
-    table = Table("figure", "value", title="load step")
-    for name, value in result["summary"].items():
-        table.add_row(name, f"{value:.4g}")
-    for name, holds in result["bars"].items():
-        table.add_row(name, "yes" if holds else "NO")
-    console.print(table)
+    report(result, console)
     seconds = round(time.perf_counter() - start)
     write({"bench": "load_step", **environment(), "seconds": seconds, **result}, json)
     if not all(result["bars"].values()):

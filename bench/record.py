@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from dhisparse_jax.cli.report import document_text
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -27,7 +29,7 @@ def write(document: dict[str, Any], path: Path | None) -> None:
     """Write a result where it was asked for, and print it as the last line."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        path.write_text(document_text(document, allow_nan=True))
     print(json.dumps(document))
 
 

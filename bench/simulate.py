@@ -1,265 +1,152 @@
-"""A hierarchy without a model and without records: what a policy fetches for given selections.
+"""Replay selections through the bookkeeping of the library, without a model.
 
-The admission, the plan, the retiring, the adaptation and the page code are those of the library, on
-a state whose records and index keys are zero words wide. What is simulated is thus exact, and costs
-no more than the bookkeeping. Selections come from calibrated traces (`bench.traces`) or from
-recorded ones; requests join and leave between steps and may share a trace.
-
-To be fast on a CPU, where the reference plan looks at every entry of every page list, the rows and
-the columns that are empty are left out of the plan's operands. That changes no result.
+`python -m bench.simulate --trace FILE --policy fixed --policy adaptive --budget 512 --budget 1024`
+says what each policy fetches with each budget. FILE is what `dhisparse decode --record-selections`
+wrote; `calibrated` stands for traces with the published locality of GLM-5.1. Under the policy, the
+budget and the draft length of the recorded run, the fetched rows are those of the run, exactly.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+import typer
+from rich.console import Console
+from rich.table import Table
 
-from bench.traces import Trace, verify_queries
-from dhisparse_jax.config import Geometry, HierarchyConfig, RowFormat
-from dhisparse_jax.hierarchy import requests
-from dhisparse_jax.hierarchy.adapt import adapt
-from dhisparse_jax.hierarchy.commit import commit
-from dhisparse_jax.hierarchy.plan import finish_plan, plan_input, plan_tables
-from dhisparse_jax.hierarchy.state import FILL, HierarchyState, abstract
-from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.ids import NO_SLOT
-from pallas_kernels.plan.api import plan as plan_op
-from pallas_kernels.plan.types import PlanCounts, PlanResult
+from bench.record import environment, write
+from bench.replay import Play, as_recorded, calibrated, replay, with_draft
+from bench.simulator import StepRecord, geometry
+from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.engine.recording import read_recording
+from dhisparse_jax.errors import UserError
 
-MOST_STEPS = 10
-"""Steps per call: page lists grow meanwhile, and room for that is planned in vain."""
+CALIBRATED = "calibrated"
 
 
-def geometry(top_k: int, pools: int = 1) -> Geometry:
-    """Of a model with nothing but selections."""
-    return Geometry(
-        row=RowFormat(width=1, value_width=1, dtype="float32"),
-        layers_per_pool=(1,) * pools,
-        top_k=top_k,
-        index_width=1,
-        index_dtype="float32",
-        scale=1.0,
-    )
+@dataclasses.dataclass(frozen=True)
+class Calibrated:
+    """Sizes of calibrated requests."""
 
-
-class Script(NamedTuple):
-    """What requests select: `windows[t, n]` are the selections of step n of trace t.
-
-    Attributes:
-        windows: int32 selected positions.
-        history: positions before the first step, the same for every trace.
-        advance: tokens that a step accepts.
-    """
-
-    windows: Int[np.ndarray, "traces n T K"]
+    k: int
     history: int
-    advance: int = 1
+    steps: int
+    requests: int
 
 
-def script(traces: Sequence[Trace], queries: int = 1, advance: int = 1) -> Script:
-    """Traces as a script, with the positions named in the order of their last selection.
+def source(
+    name: str, sizes: Calibrated, draft_length: int | None, accept: int | None
+) -> tuple[HierarchyConfig, Play]:
+    """What is replayed, and the hierarchy that it came from.
 
-    An admission keeps the newest positions, so that way it starts in steady state.
+    Args:
+        name: a file, or CALIBRATED.
+        sizes: of calibrated requests.
+        draft_length: proposals per step; None: as recorded, 0 for calibrated requests.
+        accept: tokens per step of another draft than the recorded one; None: half of the queries.
+
+    Raises:
+        UserError: there is no such recording, or the step cannot accept so many.
     """
-    history = len(traces[0].stack)
-    windows = []
-    for sample in traces:
-        name = np.empty(history + len(sample.selection), np.int32)
-        name[sample.stack] = np.arange(history, dtype=np.int32)[::-1]
-        name[history:] = np.arange(history, len(name))
-        windows.append(verify_queries(name[sample.selection], queries, advance))
-    return Script(np.stack(windows), history, advance)
-
-
-@pytree
-class Cast:
-    """Who is in which row.
-
-    Attributes:
-        trace: which trace each row follows in each pool.
-        age: steps that its request has made.
-    """
-
-    trace: Int[Array, "pools R"]
-    age: Int[Array, " R"]
-
-
-class StepRecord(NamedTuple):
-    """What a step did, per request row and summed over the pools unless said otherwise.
-
-    Attributes:
-        active: rows with a request.
-        selected: records selected.
-        fetched: records fetched.
-        held: pages held in the step, per pool.
-        moved: pages that came to a new holder after it, of any pool and row.
-        taken: pages taken from a holder.
-    """
-
-    active: Bool[Array, " R"]
-    selected: Int[Array, " R"]
-    fetched: Int[Array, " R"]
-    held: Int[Array, "pools R"]
-    moved: Int[Array, ""]
-    taken: Int[Array, ""]
-
-
-class Simulator:
-    """Requests over a fixed number of rows; `join`, `leave`, `run`."""
-
-    def __init__(self, cfg: HierarchyConfig, play: Script) -> None:
-        self.cfg, self._play = cfg, play
-        self._windows = jnp.asarray(play.windows)
-        self.state = _empty(cfg)
-        rows = (cfg.pools, cfg.requests)
-        self._cast = Cast(trace=jnp.zeros(rows, jnp.int32), age=jnp.zeros(rows[1], jnp.int32))
-        self._join = jax.jit(partial(_join, cfg), donate_argnums=(0, 1))
-        self._leave = jax.jit(lambda state, row: requests.leave(state, cfg, row), donate_argnums=0)
-        self._steps = jax.jit(
-            partial(_steps, cfg, play.advance), static_argnums=(3, 4, 5), donate_argnums=(0, 1)
-        )
-
-    @property
-    def active(self) -> Bool[np.ndarray, " R"]:
-        """Rows with a request."""
-        return np.asarray(self.state.active)
-
-    @property
-    def budget(self) -> Int[np.ndarray, "pools R"]:
-        """Pages held."""
-        return np.asarray(self.state.budget)
-
-    def join(self, trace: Sequence[int] | int) -> int:
-        """A request that follows a trace, or one per pool, takes the lowest free row."""
-        row = int(np.flatnonzero(~self.active)[0])
-        follows = jnp.broadcast_to(jnp.asarray(trace, jnp.int32), (self.cfg.pools,))
-        length = jnp.int32(self._play.history)
-        self.state, self._cast = self._join(self.state, self._cast, jnp.int32(row), length, follows)
-        return row
-
-    def leave(self, row: int) -> None:
-        """The request in `row` is done."""
-        self.state = self._leave(self.state, jnp.int32(row))
-
-    def run(self, steps: int) -> StepRecord:
-        """So many steps; every leaf gets a first axis of steps."""
-        parts = []
-        while steps:
-            count = min(steps, MOST_STEPS)
-            rows = int(np.flatnonzero(self.active).max(initial=0)) + 1
-            pages = self.budget.max() + count * self.cfg.moves_per_step
-            size = lambda need, most: min(1 << int(need - 1).bit_length(), most)
-            self.state, self._cast, record = self._steps(
-                self.state,
-                self._cast,
-                self._windows,
-                count,
-                size(rows, self.cfg.requests),
-                size(pages, self.cfg.max_pages),
-            )
-            parts.append(jax.device_get(record))
-            steps -= count
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _empty(cfg: HierarchyConfig) -> HierarchyState:
-    """An empty hierarchy whose records and index keys have no words."""
-
-    def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
-        name = path[-1].name
-        shape = (*leaf.shape[:-1], 0) if name in ("host", "slots", "index_keys") else leaf.shape
-        return jnp.full(shape, FILL.get(name, 0), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))
-
-
-def _join(
-    cfg: HierarchyConfig,
-    state: HierarchyState,
-    cast: Cast,
-    row: Int[Array, ""],
-    length: Int[Array, ""],
-    trace: Int[Array, " pools"],
-) -> tuple[HierarchyState, Cast]:
-    state = requests.join(state, cfg, row, length)
-    nothing = jnp.zeros((cfg.capacity, 0), jnp.int32)
-    for pool in range(cfg.pools):
-        state = requests.admit_prompt(state, cfg, pool, row, nothing, nothing.astype(jnp.float32))
-    return state, Cast(trace=cast.trace.at[:, row].set(trace), age=cast.age.at[row].set(0))
-
-
-def _steps(
-    cfg: HierarchyConfig,
-    advance: int,
-    state: HierarchyState,
-    cast: Cast,
-    windows: Int[Array, "traces n T K"],
-    steps: int,
-    rows: int,
-    columns: int,
-) -> tuple[HierarchyState, Cast, StepRecord]:
-    """`steps` decode steps; no row from `rows` on is active, no list has more than `columns`."""
-
-    def step(
-        carry: tuple[HierarchyState, Cast], _: None
-    ) -> tuple[tuple[HierarchyState, Cast], StepRecord]:
-        state, cast = carry
-        held, active = state.budget, state.active
-        for pool in range(cfg.pools):
-            selection = windows[cast.trace[pool], cast.age]
-            selection = jnp.where(active[:, None, None], selection, NO_SLOT)
-            state = _plan(state, cfg, pool, selection, rows, columns)
-        counts = state.counts
-        state = adapt(commit(state, jnp.full_like(state.length, advance)), cfg)
-        change = state.budget - held
-        record = StepRecord(
-            active=active,
-            selected=counts.selected.sum(axis=0),
-            fetched=counts.fetched.sum(axis=0),
-            held=held,
-            moved=jnp.maximum(change, 0).sum(),
-            taken=jnp.maximum(-change, 0).sum(),
-        )
-        return (state, dataclasses.replace(cast, age=cast.age + 1)), record
-
-    (state, cast), record = jax.lax.scan(step, (state, cast), None, length=steps)
-    return state, cast, record
-
-
-def _plan(
-    state: HierarchyState,
-    cfg: HierarchyConfig,
-    pool: int,
-    selection: Int[Array, "R T K"],
-    rows: int,
-    columns: int,
-) -> HierarchyState:
-    """`hierarchy.plan` of the first rows, with the first columns of their page lists."""
-    wanted, tables = plan_input(state, cfg, pool, selection), plan_tables(state, cfg, pool)
-    tail = wanted.tail._replace(start=wanted.tail.start[:rows], first=wanted.tail.first[:rows])
-    wanted = wanted._replace(
-        selection=selection[:rows],
-        tail=tail,
-        retiring=wanted.retiring[:rows],
-        staging=wanted.staging[:rows],
-        pages=wanted.pages[:rows, :columns],
+    queries = None if draft_length is None else draft_length + 1
+    if name != CALIBRATED:
+        recording = read_recording(Path(name))
+        cfg = dataclasses.replace(recording.cfg, record_selections=False)
+        play = as_recorded(recording)
+        if queries in (None, cfg.queries) and accept is None:
+            return cfg, play
+        queries = queries or cfg.queries
+        tokens = accepted(queries, accept)
+        cfg = dataclasses.replace(cfg, queries=queries, tail=max(cfg.tail, 2 * queries))
+        return cfg, with_draft(play, cfg.pools, queries, tokens)
+    queries = queries or 1
+    play, capacity = calibrated(**vars(sizes), queries=queries, accept=accepted(queries, accept))
+    cfg = HierarchyConfig(
+        geometry=geometry(sizes.k),
+        policy=Policy.FIXED,
+        requests=sizes.requests,
+        capacity=capacity,
+        queries=queries,
+        hot_rows=2 * sizes.k,
+        tail=max(16, 2 * queries),
     )
-    few = tables._replace(slot_of=tables.slot_of[:rows])
-    result, after = plan_op(wanted, few, page_slots=cfg.page_slots)
-    after = after._replace(slot_of=tables.slot_of.at[:rows].set(after.slot_of))
-    result = PlanResult(
-        *(_rows(leaf, cfg.requests, NO_SLOT) for leaf in result[:-1]),
-        counts=PlanCounts(*(_rows(leaf, cfg.requests, 0) for leaf in result.counts)),
-    )
-    return finish_plan(state, cfg, pool, result, after)
+    return cfg, play
 
 
-def _rows(leaf: Int[Array, "n ..."], rows: int, fill: int) -> Int[Array, "R ..."]:
-    """`leaf` with more rows, filled with `fill`."""
-    more = [(0, rows - leaf.shape[0])] + [(0, 0)] * (leaf.ndim - 1)
-    return jnp.pad(leaf, more, constant_values=fill)
+def accepted(queries: int, accept: int | None) -> int:
+    """Tokens that a step accepts. Raises UserError where it has not so many queries."""
+    if accept is not None and accept > queries:
+        raise UserError(f"a step with {queries} queries cannot accept {accept} tokens")
+    return accept or (queries + 1) // 2
+
+
+def figures(cfg: HierarchyConfig, record: StepRecord) -> dict[str, Any]:
+    """What a replay did. A row is one token in one layer."""
+    layers = np.array(cfg.geometry.layers_per_pool)[None, :, None]
+    selected, fetched = (int((x * layers).sum()) for x in (record.selected, record.fetched))
+    tokens = int(record.emitted.sum())
+    return {
+        "policy": cfg.policy.value,
+        "budget": cfg.hot_slots,
+        "draft_length": cfg.queries - 1,
+        "steps": len(record.active),
+        "tokens": tokens,
+        "selected_rows": selected,
+        "fetched_rows": fetched,
+        "fetched_share": fetched / max(selected, 1),
+        "fetched_rows_per_token": fetched / max(tokens, 1),
+        "moved_pages": int(np.maximum(record.moved, record.taken).sum()),
+    }
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    """A line per policy and budget."""
+    shown = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
+    for row in rows:
+        shown.add_row(*(f"{x:.4g}" if isinstance(x, float) else f"{x}" for x in row.values()))
+    return shown
+
+
+def main(  # noqa: PLR0913  # one parameter an option
+    trace: Annotated[str, typer.Option(help="A recording, or `calibrated`.")],
+    policy: Annotated[
+        list[Policy] | None, typer.Option(help="Repeat it to compare. Default: as recorded.")
+    ] = None,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Hot rows per request and pool, on average; repeat it. Default: as recorded."
+        ),
+    ] = None,
+    draft_length: Annotated[
+        int | None, typer.Option(min=0, help="Proposals per step. Default: as recorded.")
+    ] = None,
+    accept_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per step, if not as recorded: half of the queries."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Calibrated: how many.")] = 2,
+    k: Annotated[int, typer.Option(min=1, help="Calibrated: rows per selection.")] = 2048,
+    history: Annotated[int, typer.Option(min=1, help="Calibrated: prompt length.")] = 100_000,
+    steps: Annotated[int, typer.Option(min=1, help="Calibrated: decode steps.")] = 50,
+    json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
+) -> None:
+    """Say what policies fetch for recorded or calibrated selections."""
+    console, rows = Console(stderr=True), []
+    try:
+        sizes = Calibrated(k=k, history=history, steps=steps, requests=requests)
+        cfg, play = source(trace, sizes, draft_length, accept_length)
+        for each in policy or [cfg.policy]:
+            for hot_rows in budget or [cfg.hot_rows]:
+                mine = dataclasses.replace(cfg, policy=each, hot_rows=hot_rows)
+                rows.append(figures(mine, replay(mine, play)))
+    except (UserError, ValueError) as error:
+        console.print(f"error: {error}", style="red", highlight=False)
+        raise typer.Exit(2) from None
+    console.print(table(rows, trace))
+    write({"bench": "simulate", **environment(), "trace": trace, "rows": rows}, json)
+
+
+if __name__ == "__main__":
+    typer.run(main)

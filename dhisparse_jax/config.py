@@ -80,6 +80,7 @@ class HierarchyConfig:
         hot_rows: hot slots per request and pool, on average over the requests.
         tail: length of the tail ring, at least 2 T.
         moves_per_step: most pages that adaptive residency moves per hot pool and step.
+        record_selections: keep what a step selects, so that it can be recorded.
     """
 
     geometry: Geometry
@@ -90,6 +91,7 @@ class HierarchyConfig:
     hot_rows: int
     tail: int = 16
     moves_per_step: int = 4
+    record_selections: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work; a policy may be given by its name."""
@@ -163,6 +165,11 @@ class HierarchyConfig:
     def ghosts(self) -> int:
         """Evicted positions that are remembered per request and pool; only `adaptive` asks."""
         return GHOST_PAGES * self.page_slots if self.policy is Policy.ADAPTIVE else 0
+
+    @property
+    def recorded(self) -> int:
+        """Selected positions per query that a state keeps."""
+        return self.geometry.top_k if self.record_selections else 0
 
     def record_words(self, pool: int) -> int:
         """int32 words of a record: one row per layer, padded to 128 bytes."""

@@ -4,16 +4,26 @@
 divides the same memory anew: an active request always keeps its floor, which covers the working
 set; what is above goes where a page saves most fetches, as `ghost.page_value` has measured it.
 
-Between steps at most `moves_per_step` pages of a hot pool change hands, so a request that writes a
-token per step moves at most so many per token, and a joining one at most its even share, once:
-- free pages above the high watermark go to whoever values a page most;
-- below the low watermark whoever values its pages least gives some back, so that a newcomer finds
-  free ones; with no row left for a newcomer there is no reserve, and both watermarks are 0;
-- else a page changes hands only if its new holder misses records and values it HYSTERESIS times as
-  much.
+The rule. In each hot pool, up to `moves_per_step` times per step, the first of these that applies:
+1. Fewer pages are free than the low watermark says: whoever loses least gives one back, so that a
+   newcomer finds free ones.
+2. More are free than the high watermark says: whoever saves most gets one, also if it misses
+   nothing yet, so that a history which fits is never evicted in the first place.
+3. Somebody who misses records would save HYSTERESIS times what another one, above its floor, would
+   lose by a page: it changes hands.
+Nobody gets pages that it cannot fill by the end of the next step: an empty slot saves nothing, and
+whoever had it before would miss it. With no row left for a newcomer there is no reserve, and both
+watermarks are 0.
 
-Free pages also go to requests that miss nothing yet, so that a history which fits is never evicted
-in the first place. No record moves: a released page is a table edit, a granted one is empty.
+The bound. A step gives a token or more, so a generated token moves at most `moves_per_step` pages
+of each hot pool. An admission moves others, once in the life of a request: what it takes from those
+who lose least is at most an even share (`admission_budgets`).
+
+Why it does not thrash. What 1 gives back, 2 does not grant: the watermarks are apart. What one
+saves by a page is what it would lose with it again, so after 3 the other one wants its page back
+only if the measured ratio of both has changed by HYSTERESIS squared, in averages over 20 steps; and
+every page more is worth less than the one before, so under a constant load all come to rest. No
+record moves: a released page is a table edit, a granted one is empty.
 """
 
 import dataclasses
@@ -25,9 +35,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.hierarchy import layout
-from dhisparse_jax.hierarchy.ghost import DECAY, learn, page_value
+from dhisparse_jax.hierarchy.ghost import DECAY, learn, page_value, saved_by_next
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
+from pallas_kernels.common.ids import dropping
 
 HYSTERESIS = 1.5
 
@@ -46,7 +57,7 @@ class Holders(NamedTuple):
 
     Attributes:
         value: fetches per step that a page more would save, with the pages held now.
-        useful: pages that its history can fill.
+        useful: pages that it can fill by the end of the next step.
         floor: pages that it never falls below; 0 for nobody.
         active: whether there is a request.
         misses: whether it fetches more than MISSES.
@@ -70,7 +81,7 @@ def adapt(state: HierarchyState, cfg: HierarchyConfig) -> HierarchyState:
     target = state.budget
     for number, pools in enumerate(cfg.hot_pools):
         members = jnp.array(pools)
-        holders, held = _holders(state, cfg, members), target[members]
+        holders, held = _holders(state, cfg, number), target[members]
         low, high = watermarks(state, cfg, number)
         held = _move_pages(held.reshape(-1), holders, cfg, layout.pages(cfg, number), low, high)
         target = target.at[members].set(held.reshape(members.shape[0], -1))
@@ -91,11 +102,11 @@ def admission_budgets(
     target = state.budget
     for number, pools in enumerate(cfg.hot_pools):
         members, total = jnp.array(pools), layout.pages(cfg, number)
-        holders, held = _holders(state, cfg, members), target[members].reshape(-1)
+        holders, held = _holders(state, cfg, number), target[members].reshape(-1)
         low, _ = watermarks(state, cfg, number)
         even = total // (jnp.maximum(state.active.sum(dtype=jnp.int32), 1) * len(pools))
         spare = (total - low - held.sum()) // len(pools)
-        wish = jnp.minimum(jnp.maximum(even, spare), _useful(state, cfg)[request])
+        wish = jnp.minimum(jnp.maximum(even, spare), _history(state, cfg)[request])
         wish = jnp.maximum(wish, cfg.floor_pages)
         kept = _shrink(held, holders, total - wish * len(pools)).reshape(len(pools), -1)
         target = target.at[members].set(kept).at[members, request].set(wish)
@@ -111,17 +122,29 @@ def watermarks(
     return mark(LOW_WATERMARK), mark(HIGH_WATERMARK)
 
 
-def _useful(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, " R"]:
+def _history(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, " R"]:
     """Pages that the history of each request can fill."""
     used = jnp.minimum(state.length + cfg.queries, cfg.capacity)
     return jnp.maximum(-(-used // cfg.page_slots), cfg.floor_pages)
 
 
-def _holders(state: HierarchyState, cfg: HierarchyConfig, members: Int[Array, " m"]) -> Holders:
+def _fillable(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Int[Array, "pools R"]:
+    """Pages for the records that a hot pool holds of everybody, and for those of the next step."""
+    hot = state.hot[number]
+    records = (hot.position >= 0).reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
+    held = jnp.zeros(cfg.pools * cfg.requests, jnp.int32)
+    held = held.at[dropping(hot.owner, held.shape[0])].add(records, mode="drop")
+    coming = jnp.maximum(jnp.ceil(state.miss_rate).astype(jnp.int32), cfg.queries)
+    return -(-(held.reshape(coming.shape) + coming) // cfg.page_slots)
+
+
+def _holders(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Holders:
+    members = jnp.array(cfg.hot_pools[number])
     everywhere = lambda leaf: jnp.tile(leaf, members.shape[0])
+    fillable = _fillable(state, cfg, number)[members].reshape(-1)
     return Holders(
         value=page_value(state)[members].reshape(-1),
-        useful=everywhere(_useful(state, cfg)),
+        useful=jnp.minimum(everywhere(_history(state, cfg)), fillable),
         floor=everywhere(jnp.where(state.active, cfg.floor_pages, 0)),
         active=everywhere(state.active),
         misses=state.miss_rate[members].reshape(-1) > MISSES * (1.0 - DECAY),
@@ -131,7 +154,7 @@ def _holders(state: HierarchyState, cfg: HierarchyConfig, members: Int[Array, " 
 def _shrink(held: Int[Array, " n"], holders: Holders, limit: Int[Array, ""]) -> Int[Array, " n"]:
     """Release pages until `limit` are held at most, so that what is left is worth the same to all.
 
-    The value of a page goes with the inverse square of the pages held (`ghost.rescaled`): at the
+    The value of a page goes about with the inverse square of the pages held (`ghost`): at the
     common value v a holder keeps held * sqrt(value / v). With 8 and 8 pages worth 4 and 1, a limit
     of 12 leaves 8 and 4.
     """
@@ -161,15 +184,14 @@ def _move_pages(
     high: Int[Array, ""],
 ) -> Int[Array, " n"]:
     """Up to `moves_per_step` times, one page to or from somebody; see the module."""
+    value = lambda pages: holders.value * saved_by_next(held, pages)
 
     def move(_: Int[Array, ""], now: Int[Array, " n"]) -> Int[Array, " n"]:
-        ratio = held.astype(jnp.float32) / jnp.maximum(now, 1).astype(jnp.float32)
-        value = holders.value * ratio * ratio
         free = total - now.sum()
         grow = free > high
         asks = holders.active & (now < holders.useful) & (grow | holders.misses)
-        wants = jnp.where(asks, value, _NEVER)
-        gives = jnp.where(now > holders.floor, value, jnp.inf)
+        wants = jnp.where(asks, value(now), _NEVER)
+        gives = jnp.where(now > holders.floor, value(now - 1), jnp.inf)
         taker, giver = jnp.argmax(wants), jnp.argmin(gives)
         shed = (free < low) & (gives[giver] < jnp.inf)
         grow = grow & (wants[taker] >= 0.0)

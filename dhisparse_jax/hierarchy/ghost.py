@@ -5,6 +5,9 @@ position that is fetched again while it is remembered would have been a hit with
 so fetches of remembered positions per page and step are the worth of a page. With 4 pages' worth
 remembered for 20 steps and 40 of them fetched again, a page would have saved half a fetch per step.
 
+Between measurements a model fills in: the misses of sparse attention go about with the inverse of
+the pages held, c / n (the published curve: `bench.traces`), so a page more saves c / (n (n + 1)).
+
 What a release takes away is not remembered: the plan's evictions alone are in the order of use.
 """
 
@@ -85,14 +88,17 @@ def learn(benefit: Benefit, cfg: HierarchyConfig) -> Benefit:
 def rescaled(
     state: HierarchyState, before: Int[Array, "pools R"], after: Int[Array, "pools R"]
 ) -> HierarchyState:
-    """What was seen with `before` pages, as it would have been with `after`.
-
-    The misses of sparse attention go about with the inverse of the budget, so their slope, which
-    is what a page saves, goes with its square: with twice the pages a page saves a quarter.
-    """
+    """What was seen with `before` pages, as it would have been with `after`."""
     ratio = before.astype(jnp.float32) / jnp.maximum(after, 1).astype(jnp.float32)
-    benefit = dataclasses.replace(state.benefit, saved=state.benefit.saved * ratio * ratio)
+    saved = state.benefit.saved * saved_by_next(before, after)
+    benefit = dataclasses.replace(state.benefit, saved=saved)
     return dataclasses.replace(state, benefit=benefit, miss_rate=state.miss_rate * ratio)
+
+
+def saved_by_next(before: Int[Array, "*n"], after: Int[Array, "*n"]) -> Float[Array, "*n"]:
+    """What a page more saves with `after` pages, in units of what it saved with `before`."""
+    pair = lambda pages: pages.astype(jnp.float32) * (pages + 1).astype(jnp.float32)
+    return pair(before) / jnp.maximum(pair(after), 1.0)
 
 
 def expected_misses(state: HierarchyState) -> Float[Array, " pools"]:
@@ -104,9 +110,8 @@ def expected_misses(state: HierarchyState) -> Float[Array, " pools"]:
 def page_value(state: HierarchyState) -> Float[Array, "pools R"]:
     """Fetches per step that one page more would save: what was seen, and a prior.
 
-    The prior is the slope of misses that go with the inverse of the budget: misses / pages. One
-    fetch more than there was counts in it, so a holder that fetches nothing is not worth nothing.
+    The prior is what the model says of the misses. One fetch more than there was counts in it, so a
+    page is never worth nothing.
     """
-    held = jnp.maximum(state.budget, 1).astype(jnp.float32)
-    prior = (state.miss_rate + (1.0 - DECAY)) / held
+    prior = (state.miss_rate + (1.0 - DECAY)) / (state.budget + 1).astype(jnp.float32)
     return (state.benefit.saved + PRIOR * prior) / (state.benefit.tried + PRIOR)

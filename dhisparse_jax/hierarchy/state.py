@@ -23,7 +23,7 @@ HOST_KIND = "pinned_host"
 
 FILL = {
     "step": 1,
-    **dict.fromkeys(("slot_of", "pages", "owner", "position", "ghost"), NO_SLOT),
+    **dict.fromkeys(("slot_of", "pages", "owner", "position", "ghost", "selection"), NO_SLOT),
 }
 """What the leaves of an empty state are full of; the others of zeros."""
 
@@ -96,6 +96,8 @@ class HierarchyState:
         miss_rate: fetched records per step, a moving average.
         benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
+        selection: positions that this step's queries select, NO_SLOT fills up; K is 0 unless
+            selections are recorded.
         step: steps so far, plus one.
     """
 
@@ -107,6 +109,7 @@ class HierarchyState:
     miss_rate: Float[Array, "pools R"]
     benefit: Benefit
     counts: PlanCounts
+    selection: Int[Array, "pools R T K"]
     step: Int[Array, ""]
 
 
@@ -146,6 +149,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
             saved=average,
         ),
         counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
+        selection=shape((cfg.pools, r, cfg.queries, cfg.recorded), i32),
         step=shape((), i32),
     )
 

@@ -3,6 +3,7 @@
 Written from the contracts in the docstrings; it imports nothing of the library.
 """
 
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -43,14 +44,19 @@ class Controller:
             self.saved = DECAY * self.saved + self.refetched
 
     def rescale(self, before, after):
-        ratio = np.array(before) / np.maximum(after, 1)
-        self.miss_rate = self.miss_rate * ratio
-        self.saved = self.saved * ratio**2
+        before, after = np.array(before), np.array(after)
+        self.miss_rate = self.miss_rate * before / np.maximum(after, 1)
+        self.saved = self.saved * before * (before + 1) / np.maximum(after * (after + 1), 1)
 
     def value(self, held):
         """Fetches per step that one page more saves, by pool and request."""
-        prior = (self.miss_rate + (1 - DECAY)) / np.maximum(held, 1)
+        prior = (self.miss_rate + (1 - DECAY)) / (np.array(held) + 1)
         return (self.saved + PRIOR * prior) / (self.tried + PRIOR)
+
+    def fillable(self, model, pool, row):
+        """Pages for what is held, and for what comes in the next step."""
+        coming = max(math.ceil(self.miss_rate[pool, row]), self.sizes.queries)
+        return -(-(len(model.held[pool, row].slot_of) + coming) // self.sizes.page)
 
     def adapted(self, model):
         """Budgets of the next step, and how near the nearest decision was (0: not at all)."""
@@ -58,10 +64,14 @@ class Controller:
         for hot, pools in enumerate(self.sizes.hot):
             members = [(pool, row) for pool in pools for row in range(self.sizes.requests)]
             value = self.value(target)
+            useful = {
+                (pool, row): min(model.useful(row), self.fillable(model, pool, row))
+                for pool, row in members
+            }
             move = Moves(
                 held={each: int(target[each]) for each in members},
                 value={each: float(value[each]) for each in members},
-                useful={(pool, row): model.useful(row) for pool, row in members},
+                useful=useful,
                 floor=self.sizes.floor,
                 active={(pool, row): model.active[row] for pool, row in members},
                 misses={each: self.miss_rate[each] > 1.5 * (1 - DECAY) for each in members},
@@ -71,6 +81,7 @@ class Controller:
             for each, pages in move.run(self.sizes.moves_per_step, total, *marks).items():
                 target[each] = pages
             margins.append(move.margin)
+            margins += [abs(rate - round(rate)) for rate in self.miss_rate.flat if rate > 0.5]
         return target.tolist(), min(margins)
 
 
@@ -88,16 +99,23 @@ class Moves:
                 break
         return self.held
 
-    def worth(self, who):
-        return self.value[who] * (self.start[who] / max(self.held[who], 1)) ** 2
+    def gain(self, who):
+        """Fetches that a page more saves, if the misses with n pages are c / n."""
+        start, held = self.start[who], self.held[who]
+        return self.value[who] * start * (start + 1) / max(held * (held + 1), 1)
 
-    def pick(self, candidates, sign):
-        """Whoever values a page most (+1) or least (-1), the first of equals."""
-        best = max(candidates, key=lambda who: sign * self.worth(who), default=None)
+    def loss(self, who):
+        """Fetches that a page less costs, likewise."""
+        start, held = self.start[who], self.held[who]
+        return self.value[who] * start * (start + 1) / max(held * (held - 1), 1)
+
+    def pick(self, candidates, worth, sign):
+        """The one with the most (+1) or the least (-1), the first of equals."""
+        best = max(candidates, key=lambda who: sign * worth(who), default=None)
         alike = lambda who: (self.value[who], self.start[who], self.held[who])
         for other in candidates:
             if alike(other) != alike(best):  # else the values are equal in any precision
-                self.near(self.worth(other), self.worth(best))
+                self.near(worth(other), worth(best))
         return best
 
     def near(self, one, other):
@@ -109,7 +127,7 @@ class Moves:
         if free <= high:  # a page that somebody has goes only to who misses records
             takers = [w for w in takers if self.misses[w]]
         givers = [w for w in self.held if self.active[w] and self.held[w] > self.floor]
-        taker, giver = self.pick(takers, 1), self.pick(givers, -1)
+        taker, giver = self.pick(takers, self.gain, 1), self.pick(givers, self.loss, -1)
         if free < low and giver is not None:
             self.held[giver] -= 1
         elif free > high:
@@ -117,9 +135,9 @@ class Moves:
                 return False
             self.held[taker] += 1
         elif taker is not None and giver is not None:
-            asked = HYSTERESIS * self.worth(giver)
-            self.near(asked, self.worth(taker))
-            if asked >= self.worth(taker):
+            asked = HYSTERESIS * self.loss(giver)
+            self.near(asked, self.gain(taker))
+            if asked >= self.gain(taker):
                 return False
             self.held[taker] += 1
             self.held[giver] -= 1
