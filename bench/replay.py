@@ -35,6 +35,9 @@ class Steps(NamedTuple):
     count: int
 
 
+Event = Enter | Admit | Leave | Steps
+
+
 class Play(NamedTuple):
     """Who comes and goes, in order, and what they select.
 
@@ -44,7 +47,7 @@ class Play(NamedTuple):
     """
 
     script: Script
-    events: tuple[Enter | Admit | Leave | Steps, ...]
+    events: tuple[Event, ...]
 
 
 @dataclasses.dataclass
@@ -82,7 +85,7 @@ def as_recorded(recording: Recording) -> Play:
     """Everything as it happened."""
     told: list[_Told] = []
     here: dict[int, _Told] = {}
-    events: list[Enter | Admit | Leave | Steps] = []
+    events: list[Event] = []
     for event in recording.events:
         match event:
             case Join(row, length):
@@ -116,7 +119,8 @@ def with_draft(play: Play, pools: int, queries: int, accept: int) -> Play:
         queries: T, a draft length and one.
         accept: tokens per step, 1..T.
     """
-    script, told = play.script, []
+    script = play.script
+    told: list[_Told] = []
     for first in range(0, len(script.history), pools):
         accepted = script.advance[first]
         lines = [
@@ -147,8 +151,10 @@ def calibrated(
     """
     tokens = (steps - 1) * accept + queries
     traces = [trace(k=k, history=history, steps=tokens, seed=seed) for seed in range(requests)]
-    events = [event for row in range(requests) for event in (Enter(row, (row,)), Admit(row, 0))]
-    return Play(script(traces, queries, accept), (*events, Steps(steps))), history + tokens + accept
+    enter: list[Event] = [
+        event for row in range(requests) for event in (Enter(row, (row,)), Admit(row, 0))
+    ]
+    return Play(script(traces, queries, accept), (*enter, Steps(steps))), history + tokens + accept
 
 
 def _dealt(length: int, line: Int[np.ndarray, "pools L K"], queries: int, accept: int) -> _Told:
@@ -163,11 +169,9 @@ def _dealt(length: int, line: Int[np.ndarray, "pools L K"], queries: int, accept
     return told
 
 
-def _row_by_row(
-    rows: dict[int, list[int]], steps: Sequence[int], pools: int
-) -> tuple[Enter | Admit | Leave | Steps, ...]:
+def _row_by_row(rows: dict[int, list[int]], steps: Sequence[int], pools: int) -> tuple[Event, ...]:
     """Events in which the requests of each row follow each other."""
-    events: list[Enter | Admit | Leave | Steps] = []
+    events: list[Event] = []
     left: dict[int, int] = {}
     waiting = {row: list(numbers) for row, numbers in sorted(rows.items())}
     while left or any(waiting.values()):

@@ -61,7 +61,11 @@ def source(
         cfg = dataclasses.replace(cfg, queries=queries, tail=max(cfg.tail, 2 * queries))
         return cfg, with_draft(play, cfg.pools, queries, tokens)
     queries = queries or 1
-    play, capacity = calibrated(**vars(sizes), queries=queries, accept=accepted(queries, accept))
+    tokens = accepted(queries, accept)
+    try:
+        play, capacity = calibrated(**vars(sizes), queries=queries, accept=tokens)
+    except ValueError as error:  # sizes that the traces cannot have
+        raise UserError(str(error)) from None
     cfg = HierarchyConfig(
         geometry=geometry(sizes.k),
         policy=Policy.FIXED,
@@ -133,7 +137,8 @@ def main(  # noqa: PLR0913  # one parameter an option
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
     """Say what policies fetch for recorded or calibrated selections."""
-    console, rows = Console(stderr=True), []
+    console = Console(stderr=True)
+    rows: list[dict[str, Any]] = []
     try:
         sizes = Calibrated(k=k, history=history, steps=steps, requests=requests)
         cfg, play = source(trace, sizes, draft_length, accept_length)
@@ -141,7 +146,7 @@ def main(  # noqa: PLR0913  # one parameter an option
             for hot_rows in budget or [cfg.hot_rows]:
                 mine = dataclasses.replace(cfg, policy=each, hot_rows=hot_rows)
                 rows.append(figures(mine, replay(mine, play)))
-    except (UserError, ValueError) as error:
+    except UserError as error:
         console.print(f"error: {error}", style="red", highlight=False)
         raise typer.Exit(2) from None
     console.print(table(rows, trace))

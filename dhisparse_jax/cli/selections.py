@@ -15,6 +15,9 @@ def recorded(engine: "Engine", output: OutputFile | None) -> Generator[None, Non
     """Record what `engine` selects in the body, whatever ends it; nothing for None.
 
     The engine must have been made for it, and no request may be in it yet.
+
+    Raises:
+        OSError: after the body, if the recording could not be written; it is not kept then.
     """
     if output is None:
         yield
@@ -27,5 +30,5 @@ def recorded(engine: "Engine", output: OutputFile | None) -> Generator[None, Non
         try:
             yield
         finally:
-            if recorder.finish():
-                output.keep()
+            recorder.finish()
+            output.keep()

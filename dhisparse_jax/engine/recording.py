@@ -15,6 +15,7 @@ The selections of a step are packed bits, the most significant one first, filled
 They hold the position + 1, or 0 for none. With 3 bits, [[4, -1]] is 101 000 00, the byte 0xA0.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ class Recorder:
         assert cfg.record_selections  # else a step has nothing to record
         self._file, self._bits = file, cfg.capacity.bit_length()
         self._active: set[int] = set()
-        self._torn = False  # the last write failed, somewhere in its middle
+        self._error: OSError | None = None
         head = {"format": FORMAT, "version": VERSION, "bits": self._bits}
         self._write(json.dumps(head | {"config": dataclasses.asdict(cfg)}).encode() + b"\n")
 
@@ -102,12 +103,16 @@ class Recorder:
         ):
             setattr(compiled, name, _followed(getattr(compiled, name), note))
 
-    def finish(self) -> bool:
-        """Nothing more follows. Returns whether the recording is whole: every write succeeded."""
-        if not self._torn:
-            self._event(END, 0, 0)
-            self._file.flush()
-        return not self._torn
+    def finish(self) -> None:
+        """The recording is whole.
+
+        Raises:
+            OSError: it is not, since something could not be written.
+        """
+        self._event(END, 0, 0)
+        self._file.flush()
+        if self._error:
+            raise self._error
 
     def _join(self, row: int, length: int) -> None:
         self._active.add(row)
@@ -130,9 +135,12 @@ class Recorder:
         self._write(np.array([kind, a, b], "<i4").tobytes())
 
     def _write(self, data: bytes) -> None:
-        self._torn = True
-        self._file.write(data)
-        self._torn = False
+        # Not in the middle of a step, whose state would be lost: the run goes on without.
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
 
 
 def _followed(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
@@ -175,21 +183,20 @@ def read_recording(path: Path) -> Recording:
 
 
 def _head(file: BinaryIO, path: Path) -> dict[str, Any]:
-    try:
-        head = json.loads(file.readline())
-        known = head["format"], head["version"]
-    except (ValueError, KeyError, TypeError):
-        known = None
-    if known != (FORMAT, VERSION):
+    head: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        found = json.loads(file.readline())
+        head = found if isinstance(found, dict) else {}
+    if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
         raise UserError(f"{path} is not a recording of selections, version {VERSION}")
     return head
 
 
 def _config(fields: dict[str, Any]) -> HierarchyConfig:
-    geometry = dict(fields["geometry"])
+    geometry: dict[str, Any] = dict(fields["geometry"])
     geometry["row"] = RowFormat(**geometry["row"])
     geometry["layers_per_pool"] = tuple(geometry["layers_per_pool"])
-    typed = {"geometry": Geometry(**geometry), "policy": Policy(fields["policy"])}
+    typed: dict[str, Any] = {"geometry": Geometry(**geometry), "policy": Policy(fields["policy"])}
     return HierarchyConfig(**{**fields, **typed})
 
 

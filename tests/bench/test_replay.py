@@ -1,7 +1,10 @@
 """A recording is whole, and its replay fetches what the run fetched, step by step."""
 
 import dataclasses
+import errno
+import io
 import json
+import os
 from functools import cache
 
 import numpy as np
@@ -184,27 +187,22 @@ def test_a_recording_that_cannot_be_written_is_not_kept(tmp_path, monkeypatch):
     path.write_text("before")
     output = OutputFile(path)
 
-    class Full:
-        def __init__(self, file):
-            self.file, self.room = file, 2000
+    class Full(io.FileIO):
+        room = 2000
 
         def write(self, data):
             self.room -= len(data)
             if self.room < 0:
-                raise OSError(28, "No space left on device")
-            return self.file.write(data)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-    opened = output.open
-    monkeypatch.setattr(output, "open", lambda: Full(opened()))
+    with output.open() as file:
+        name = file.name
+    monkeypatch.setattr(output, "open", lambda: io.BufferedWriter(Full(name, "wb"), 64))
     with pytest.raises(OSError, match="No space"), recorded(served, output):
-        run(served, REQUESTS)
+        result = run(served, REQUESTS)
     output.discard()
+    assert [[*asked.prompt, *result.tokens[n]] for n, asked in enumerate(REQUESTS)] == texts()
     assert path.read_text() == "before"
     assert [child.name for child in tmp_path.iterdir()] == ["recording"]
 
@@ -221,12 +219,12 @@ def test_command_replays_files_and_calibrated_traces(runs, tmp_path):
     rows = json.loads((tmp_path / "out").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["fixed", "resident"]
     assert [row["fetched_rows"] for row in rows] == [result.total.fetched_rows, 0]
-    small = ["--k", "16", "--history", "500", "--steps", "12", "--requests", "2"]
+    small = ["--k", "16", "--history", "500", "--steps", "10", "--requests", "2"]
     draft = ["--draft-length", "3", "--policy", "adaptive"]
     done = CliRunner().invoke(app, ["--trace", "calibrated", *small, *draft])
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout.splitlines()[-1])["rows"][0]
-    assert (row["steps"], row["tokens"], row["draft_length"]) == (12, 48, 3)
+    assert (row["steps"], row["tokens"], row["draft_length"]) == (10, 40, 3)
     assert 0 < row["fetched_share"] < 1
     for arguments in (
         ["--trace", str(tmp_path / "none")],
