@@ -67,7 +67,8 @@ class _Told:
 
 def replay(cfg: HierarchyConfig, play: Play) -> StepRecord:
     """What a hierarchy does in a play, step by step; `cfg` has as many queries as its windows."""
-    sim, parts = Simulator(cfg, play.script), []
+    sim = Simulator(cfg, play.script)
+    parts: list[StepRecord] = []
     for event in play.events:
         match event:
             case Enter(row, traces):
