@@ -6,5 +6,6 @@ memory.py    sizes of the state, and whether they fit
 meter.py     seconds of a step and of a fetched byte, for the schedule of verification
 compiled.py  the jitted functions of one engine
 engine.py    continuous batching over a fixed number of request rows
+recording.py what every step selects, in a file, and read back
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
 """
