@@ -33,7 +33,8 @@ from rich.table import Table
 
 from bench.crowd import EVENT, LIFE, Crowd, Phase, Run
 from bench.record import RESULTS, environment, write
-from bench.simulator import Script, Simulator, geometry, script
+from bench.script import Script, script
+from bench.simulator import Simulator, geometry
 from bench.traces import GLM_5_1, trace
 from dhisparse_jax.config import HierarchyConfig, Policy
 

@@ -64,10 +64,10 @@ def load_step() -> None:
     """Fetched share over time while the load goes up and down, simulated."""
     path = RESULTS / "load_step.json"
     document = json.loads(path.read_text())
-    lines = []
+    lines: list[Line] = []
     for policy in ("fixed", "adaptive"):
         series = document["series"][policy]
-        time = list(range(len(series["requests"])))
+        time = [float(step) for step in range(len(series["requests"]))]
         colour = COLOURS[policy]
         lines.append(Line(policy, colour, time, series["fetched_share"], series["requests"], []))
     over_time(lines, "steps", path.with_suffix(".png"), floor=document["summary"]["fixed_at_floor"])
@@ -75,7 +75,8 @@ def load_step() -> None:
 
 def served(paths: list[Path], out: Path) -> None:
     """The same from what `dhisparse serve --json` wrote, a line per run."""
-    lines, colours = [], itertools.cycle(DRAFT_COLOURS)
+    lines: list[Line] = []
+    colours = itertools.cycle(DRAFT_COLOURS)
     for path in paths:
         document = json.loads(path.read_text())
         series = document["series"]

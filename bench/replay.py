@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from bench.simulator import Script, Simulator, StepRecord, script
+from bench.script import Script, script
+from bench.simulator import Simulator, StepRecord
 from bench.traces import trace
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.recording import Admit, Join, Leave, Recording, Step

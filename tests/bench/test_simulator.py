@@ -6,7 +6,8 @@ import pytest
 from bench.caches import lru, simulate
 from bench.crowd import LIFE, Crowd, Phase, Run
 from bench.load_step import PHASES, settle_steps
-from bench.simulator import Simulator, StepRecord, geometry, programs, script
+from bench.script import script
+from bench.simulator import Simulator, StepRecord, geometry, programs
 from bench.traces import GLM_5_1, trace
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.hierarchy.invariants import check_invariants
