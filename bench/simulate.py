@@ -24,6 +24,12 @@ from dhisparse_jax.errors import UserError
 
 CALIBRATED = "calibrated"
 
+HEADINGS = (
+    "policy", "budget", "draft", "steps", "tokens",
+    "selected", "fetched", "share", "/ token", "moves",
+)  # fmt: skip
+"""Of `figures`, in its order, short enough for a terminal of 80 columns."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
@@ -106,9 +112,9 @@ def figures(cfg: HierarchyConfig, record: StepRecord) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """A line per policy and budget."""
-    shown = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
+    shown = Table(*HEADINGS, title=title, box=None)
     for row in rows:
-        shown.add_row(*(f"{x:.4g}" if isinstance(x, float) else f"{x}" for x in row.values()))
+        shown.add_row(*(f"{x:.3g}" if isinstance(x, float) else f"{x}" for x in row.values()))
     return shown
 
 
