@@ -112,7 +112,7 @@ def figures(cfg: HierarchyConfig, record: StepRecord) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """A line per policy and budget."""
-    shown = Table(*HEADINGS, title=title, box=None)
+    shown = Table(*HEADINGS, title=title, box=None, padding=(0, 1, 0, 0))
     for row in rows:
         shown.add_row(*(f"{x:.3g}" if isinstance(x, float) else f"{x}" for x in row.values()))
     return shown
