@@ -21,8 +21,13 @@ def environment() -> dict[str, str]:
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
         "commit": _output("git", "rev-parse", "--short", "HEAD"),
-        "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *_arguments()]),
     }
+
+
+def _arguments() -> list[str]:
+    """Arguments of the command; of a path that starts at the root, only the last part."""
+    return [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
 
 
 def write(document: dict[str, Any], path: Path | None) -> None:
