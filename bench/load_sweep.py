@@ -66,13 +66,19 @@ def make_requests(
     Raises:
         ValueError: if the texts have not so many pieces.
     """
-    texts, requests = load_evaluation(), []
+    texts = load_evaluation()
+    requests: list[Request] = []
     for part in range(0, max(map(len, texts.values())), prompt_bytes):
         for name, text in texts.items():
             piece = cut_after_head(text[part:], prompt_bytes)
             if len(text) - part >= prompt_bytes:
-                prompt = loaded.tokenizer.encode(piece)
-                requests.append(Request(f"{name}+{part}", prompt, max_new_tokens=new_tokens))
+                requests.append(
+                    Request(
+                        name=f"{name}+{part}",
+                        prompt=loaded.tokenizer.encode(piece),
+                        max_new_tokens=new_tokens,
+                    )
+                )
     if len(requests) < count:
         raise ValueError(f"{count} texts of {prompt_bytes} bytes; there are {len(requests)}")
     return requests[:count]

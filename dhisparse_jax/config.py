@@ -14,6 +14,9 @@ RECORD_ALIGNMENT = 128
 
 MAX_PAGE_SLOTS = 16
 
+GHOST_PAGES = 4
+"""Pages' worth of evictions that adaptive residency remembers of every request and pool."""
+
 
 class Policy(StrEnum):
     """How budgets are set; everything else is the same code."""
@@ -80,6 +83,7 @@ class HierarchyConfig:
         host_page: positions in a page of host memory.
         host_pages: pages of host memory, each with room in every pool; None: as many as all rows
             take that use their whole capacity.
+        record_selections: keep what a step selects, so that it can be recorded.
     """
 
     geometry: Geometry
@@ -92,6 +96,7 @@ class HierarchyConfig:
     moves_per_step: int = 4
     host_page: int = 16
     host_pages: int | None = None
+    record_selections: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work; a policy may be given by its name."""
@@ -170,6 +175,16 @@ class HierarchyConfig:
     def host_page_count(self) -> int:
         """Host pages that there are."""
         return self.requests * self.row_pages if self.host_pages is None else self.host_pages
+
+    @property
+    def ghosts(self) -> int:
+        """Evicted positions that are remembered per request and pool; only `adaptive` asks."""
+        return GHOST_PAGES * self.page_slots if self.policy is Policy.ADAPTIVE else 0
+
+    @property
+    def recorded(self) -> int:
+        """Selected positions per query that a state keeps."""
+        return self.geometry.top_k if self.record_selections else 0
 
     def record_words(self, pool: int) -> int:
         """int32 words of a record: one row per layer, padded to 128 bytes."""

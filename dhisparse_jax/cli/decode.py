@@ -12,7 +12,8 @@ from rich.console import Console
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, decode_document
+from dhisparse_jax.cli.report import OutputFile, decode_document, output_file
+from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class DecodeOptions:
     draft: opt.DraftOptions
     sampling: opt.SamplingOptions
     json: Path | None
+    record_selections: Path | None
     trace_dir: Path | None
 
 
@@ -54,6 +56,7 @@ def decode(  # noqa: PLR0913  # one parameter an option
     top_p: opt.TopP = 1.0,
     seed: opt.Seed = 0,
     json: opt.Json = None,
+    record_selections: opt.RecordSelections = None,
     trace_dir: opt.TraceDir = None,
 ) -> None:
     """Continue texts over the KV hierarchy.
@@ -68,10 +71,11 @@ def decode(  # noqa: PLR0913  # one parameter an option
             dtype=dtype,
             prompt_files=tuple(prompt_file or ()),
             max_new_tokens=max_new_tokens,
-            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch),
+            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
             draft=opt.DraftOptions.of(model, draft, draft_length),
             sampling=opt.SamplingOptions(temperature, top_k, top_p, seed),
             json=json,
+            record_selections=record_selections,
             trace_dir=trace_dir,
         )
     )
@@ -87,16 +91,18 @@ def run(options: DecodeOptions) -> None:
     # What can be refused without a model is refused before one is loaded.
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
-    check_json(options)
-    output = OutputFile(options.json) if options.json else None
-    try:
-        work(options, prompts, output)
-    finally:
-        if output:
-            output.discard()
+    check_outputs(options)
+    selections = output_file(options.record_selections, "--record-selections")
+    with output_file(options.json) as output, selections as selected:
+        work(options, prompts, output, selected)
 
 
-def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile | None) -> None:
+def work(
+    options: DecodeOptions,
+    prompts: Sequence[Prompt],
+    output: OutputFile | None,
+    selections: OutputFile | None,
+) -> None:
     """Load, decode, and report, also when interrupted. Raises as `run`."""
     from dhisparse_jax.cli.record import RunRecord
     from dhisparse_jax.cli.session import setting_of
@@ -112,7 +118,7 @@ def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile |
         record = RunRecord.of(requests)
         stopped: BaseException | None = None
         try:
-            with trace(options.trace_dir):
+            with trace(options.trace_dir), recorded(engine, selections):
                 follow(engine, requests, record, loaded, (out, err), check_interrupt)
         except BaseException as error:  # whatever it was, the tokens so far are kept
             stopped = error
@@ -213,12 +219,15 @@ def follow(
             check_interrupt()
 
 
-def check_json(options: DecodeOptions) -> None:
-    """Raises UserError where the document would replace a prompt."""
-    json = options.json
-    for name in options.prompt_files:
-        if json and name != "-" and json.exists() and os.path.samefile(json, name):
-            raise UserError(f"--json {json} is also a prompt; name another file")
+def check_outputs(options: DecodeOptions) -> None:
+    """Raises UserError where what is written would replace a prompt, or one file the other."""
+    json, selections = options.json, options.record_selections
+    for option, path in (("--json", json), ("--record-selections", selections)):
+        for name in options.prompt_files:
+            if path and name != "-" and path.exists() and os.path.samefile(path, name):
+                raise UserError(f"{option} {path} is also a prompt; name another file")
+    if json and selections and os.path.realpath(json) == os.path.realpath(selections):
+        raise UserError(f"--json and --record-selections are both {json}; name two files")
 
 
 def check_trace_dir(path: Path | None) -> None:

@@ -51,11 +51,13 @@ class HierarchyOptions:
         policy: how device memory is shared out.
         hot_rows: rows per request on the device; None: from the memory there is.
         batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
+        record: keep what a step selects, so that it can be recorded.
     """
 
     policy: PolicyName
     hot_rows: int | None = None
     batch: int | None = None
+    record: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,16 @@ Json = Annotated[
         "--json",
         metavar="FILE",
         help="Write tokens and metrics as JSON, also when interrupted.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+RecordSelections = Annotated[
+    Path | None,
+    typer.Option(
+        "--record-selections",
+        metavar="FILE",
+        help="Write which rows every step selected, also when interrupted: what "
+        "`python -m bench.simulate --trace FILE` replays.",
         rich_help_panel=OUTPUT,
     ),
 ]

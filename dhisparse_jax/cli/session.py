@@ -110,6 +110,7 @@ def make_engine(
         queries=queries,
         hot_rows=options.hot_rows or default_hot_rows(geometry, rows, capacity),
         tail=max(LEAST_TAIL, 2 * queries),
+        record_selections=options.record,
     )
     draft = draft or protocol.NO_DRAFT
     rule = rule_of(draft.drafter, auto)

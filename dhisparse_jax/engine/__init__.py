@@ -9,5 +9,6 @@ host_pages.py  who has which page of host memory
 prefixes.py  which row has a text that begins as a new one does
 sharing.py   what a request takes over from another one
 engine.py    continuous batching over a fixed number of request rows
+recording.py what every step selects, in a file, and read back
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
 """

@@ -10,6 +10,7 @@ retrieve    host records to hot slots
 group       the calls of an attention module: open_group, attend, close_group
 commit      accepted positions become history
 backup      committed records to the host pools
+ghost       what was evicted last, and the worth of a page
 adapt       budgets from the load
 pages       granting and releasing pages
 requests    join, admit_prompt, leave; what a request takes over from another

@@ -32,6 +32,8 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
         that nobody writes to it.
     lengths_fit: lengths lie in 0..capacity, and are 0 for inactive rows.
     marks_past: no slot was used in a step that has not been.
+    ghosts_gone: ghosts are distinct committed positions without a slot, NO_SLOT after the last;
+        inactive rows have none.
     """
     host: Host = jax.device_get(state)
     checks = [
@@ -47,6 +49,7 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
         _shared_is_complete,
         _lengths_fit,
         _marks_past,
+        _ghosts_gone,
     ]
     return {check.__name__.removeprefix("_"): check(host, cfg) for check in checks}
 
@@ -177,3 +180,16 @@ def _lengths_fit(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _marks_past(host: Host, cfg: HierarchyConfig) -> bool:
     return all((hot.mark < host.step).all() for hot in host.hot)
+
+
+def _ghosts_gone(host: Host, cfg: HierarchyConfig) -> bool:
+    for pool, request in np.ndindex(cfg.pools, cfg.requests):
+        ghosts = host.benefit.ghost[pool, request]
+        known = ghosts[: (ghosts >= 0).sum()]
+        if (known < 0).any() or len(np.unique(known)) < len(known):
+            return False
+        if (known >= host.length[request]).any():
+            return False
+        if (host.pools[pool].slot_of[request, known] >= 0).any():
+            return False
+    return True

@@ -18,6 +18,7 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
+from dhisparse_jax.hierarchy.ghost import expected_misses, forget
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
@@ -51,14 +52,18 @@ def join(
     """
     if host_pages is None:
         host_pages = _own_pages(cfg, request)
+    expected = expected_misses(state)
     state = dataclasses.replace(
         state,
         host_page_of=state.host_page_of.at[request].set(host_pages),
         length=state.length.at[request].set(length),
         active=state.active.at[request].set(True),
-        miss_rate=state.miss_rate.at[:, request].set(0.0),
+        benefit=forget(state.benefit, request),
     )
-    return set_budgets(state, cfg, admission_budgets(state, cfg, request))
+    state = set_budgets(state, cfg, admission_budgets(state, cfg, request))
+    # Else the next newcomer would take its pages from this one, which has not missed anything yet.
+    rate = expected / jnp.maximum(state.budget[:, request], 1).astype(jnp.float32)
+    return dataclasses.replace(state, miss_rate=state.miss_rate.at[:, request].set(rate))
 
 
 def _own_pages(cfg: HierarchyConfig, request: Int[Array, ""]) -> Int[Array, " N"]:
@@ -121,6 +126,7 @@ def leave(state: HierarchyState, cfg: HierarchyConfig, request: Int[Array, ""]) 
         length=state.length.at[request].set(0),
         active=state.active.at[request].set(False),
         miss_rate=state.miss_rate.at[:, request].set(0.0),
+        benefit=forget(state.benefit, request),
     )
     return set_budgets(state, cfg, state.budget.at[:, request].set(0))
 

@@ -22,6 +22,14 @@ from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
 
+FILL = {
+    "step": 1,
+    **dict.fromkeys(
+        ("slot_of", "pages", "owner", "position", "host_page_of", "ghost", "selection"), NO_SLOT
+    ),
+}
+"""What the leaves of an empty state are full of; the others of zeros."""
+
 
 @state
 class PoolState:
@@ -59,6 +67,26 @@ class HotPool:
 
 
 @state
+class Benefit:
+    """What a page more would have saved each holder, as far as that was seen. See `ghost`.
+
+    Attributes:
+        ghost: positions that were evicted last and are not back, the newest first, NO_SLOT after
+            them. G is 0 unless the policy is adaptive.
+        looked: ghost positions that the last step could have fetched again.
+        refetched: how many of them it did.
+        tried: sum of `looked` in pages, page-steps, past steps weighing less and less.
+        saved: sum of `refetched`, likewise; in proportion to what is held now.
+    """
+
+    ghost: Int[Array, "pools R G"]
+    looked: Int[Array, "pools R"]
+    refetched: Int[Array, "pools R"]
+    tried: Float[Array, "pools R"]
+    saved: Float[Array, "pools R"]
+
+
+@state
 class HierarchyState:
     """The whole hierarchy.
 
@@ -71,7 +99,10 @@ class HierarchyState:
         active: whether a request occupies the row.
         budget: pages that each request holds in each pool.
         miss_rate: fetched records per step, a moving average.
+        benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
+        selection: positions that this step's queries select, NO_SLOT fills up; K is 0 unless
+            selections are recorded.
         step: steps so far, plus one.
     """
 
@@ -82,7 +113,9 @@ class HierarchyState:
     active: Bool[Array, " R"]
     budget: Int[Array, "pools R"]
     miss_rate: Float[Array, "pools R"]
+    benefit: Benefit
     counts: PlanCounts
+    selection: Int[Array, "pools R T K"]
     step: Int[Array, ""]
 
 
@@ -97,7 +130,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     """Shapes and dtypes of the state: the single source of its sizes."""
     r, c, i32 = cfg.requests, cfg.capacity, jnp.int32
     shape = _leaf
-    per_pool = shape((cfg.pools, r), i32)
+    per_pool, average = shape((cfg.pools, r), i32), shape((cfg.pools, r), jnp.float32)
     pools = tuple(
         PoolState(
             host=shape((cfg.host_page_count * cfg.host_page, cfg.record_words(pool)), i32),
@@ -114,8 +147,16 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
         length=shape((r,), i32),
         active=shape((r,), jnp.bool_),
         budget=per_pool,
-        miss_rate=shape((cfg.pools, r), jnp.float32),
+        miss_rate=average,
+        benefit=Benefit(
+            ghost=shape((cfg.pools, r, cfg.ghosts), i32),
+            looked=per_pool,
+            refetched=per_pool,
+            tried=average,
+            saved=average,
+        ),
         counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
+        selection=shape((cfg.pools, r, cfg.queries, cfg.recorded), i32),
         step=shape((), i32),
     )
 
@@ -143,13 +184,11 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
     JAX compiles anew for an array that is committed where the last one was not.
     """
     host, device = host_sharding(), jax.devices()[0]
-    empty = ("slot_of", "pages", "owner", "position", "host_page_of")
-    fill = {"step": 1, **dict.fromkeys(empty, NO_SLOT)}
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name == "host":
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)
-        return jax.device_put(jnp.full(leaf.shape, fill.get(name, 0), leaf.dtype), device)
+        return jax.device_put(jnp.full(leaf.shape, FILL.get(name, 0), leaf.dtype), device)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))

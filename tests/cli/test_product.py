@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.replay import as_recorded, replay
+from bench.simulate import figures
+from dhisparse_jax.engine.recording import read_recording
 from dhisparse_jax.models.checkpoint import load_checkpoint
 from dhisparse_jax.models.draft.checkpoint import make_draft, save_draft
 from dhisparse_jax.models.glm.dense import forward
@@ -132,6 +135,17 @@ def test_drafts_give_the_same_tokens(run, published, drafts, tmp_path, kind, len
     assert metrics["draft_seconds"] > 0
     assert metrics["verify_seconds"] <= metrics["decode_seconds"]
     assert metrics["draft_bytes"] > 0
+
+
+def test_recorded_selections_replay_to_what_was_fetched(run, published, drafts, tmp_path):
+    path = tmp_path / "run.sel"
+    drafted = ("--draft", drafts / "dflash2", "--policy", "adaptive")
+    metrics = decoded(run, published, tmp_path, *drafted, "--record-selections", path)["metrics"]
+    recording = read_recording(path)
+    row = figures(recording.cfg, replay(recording.cfg, as_recorded(recording)))
+    for name in ("steps", "selected_rows", "fetched_rows"):
+        assert row[name] == metrics[name]
+    assert metrics["fetched_rows"] > 0
 
 
 def test_draft_for_another_target_is_refused(run, published, drafts, tmp_path, prompt):

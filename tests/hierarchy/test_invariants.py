@@ -224,6 +224,38 @@ def mark_of_this_step(state):
     return with_hot_field(state, "mark", slot, state.step)
 
 
+def with_ghosts(state, row, *positions):
+    ghost = state.benefit.ghost.copy()
+    ghost[0, row, : len(positions)] = positions
+    return dataclasses.replace(state, benefit=dataclasses.replace(state.benefit, ghost=ghost))
+
+
+def absent(state, row=0):
+    """Some positions of a row without a slot."""
+    return np.flatnonzero(state.pools[0].slot_of[row, : LENGTHS[row]] < 0)[:2].tolist()
+
+
+def ghost_with_a_slot(state):
+    return with_ghosts(state, 0, hot_slot(state)[1])
+
+
+def ghost_twice(state):
+    position, _ = absent(state)
+    return with_ghosts(state, 0, position, position)
+
+
+def ghost_after_a_hole(state):
+    return with_ghosts(state, 0, -1, *absent(state))
+
+
+def ghost_beyond_the_length(state):
+    return with_ghosts(state, 1, LENGTHS[1])
+
+
+def ghost_of_nobody(state):
+    return with_ghosts(state, 2, 0)
+
+
 FAULTS = {
     free_page_with_an_owner: "pages_partitioned",
     page_in_two_lists: "pages_partitioned",
@@ -249,6 +281,11 @@ FAULTS = {
     length_of_nobody: "lengths_fit",
     length_below_zero: "lengths_fit",
     mark_of_this_step: "marks_past",
+    ghost_with_a_slot: "ghosts_gone",
+    ghost_twice: "ghosts_gone",
+    ghost_after_a_hole: "ghosts_gone",
+    ghost_beyond_the_length: "ghosts_gone",
+    ghost_of_nobody: "ghosts_gone",
 }
 
 
