@@ -162,7 +162,8 @@ def test_draft_for_another_target_is_refused(run, published, drafts, tmp_path, p
         assert message in run("decode", "-m", published, *path, "--draft", tmp_path / message).error
     error = run("decode", "-m", published, *path, "--draft", drafts / "dspark", "--draft-length", 9)
     assert "draft length 9 is not possible" in error.error
-    assert "--draft-length needs a draft" in run("decode", *path, "--draft-length", 2).error
+    error = run("decode", "-m", published, *path, "--draft-length", 2)
+    assert "--draft-length needs a draft" in error.error
     assert "unknown draft nothing" in run("decode", *path, "--draft", "nothing").error
 
 
