@@ -96,7 +96,7 @@ class Recorder:
         There must be no request in it yet.
         """
         for name, note in (
-            ("join", lambda result, state, row, length: self._join(int(row), int(length))),
+            ("join", lambda result, state, row, length, _: self._join(int(row), int(length))),
             ("admit", lambda result, state, pool, row, *_: self._event(ADMIT, int(row), pool)),
             ("leave", lambda result, state, row: self._leave(int(row))),
             ("step", lambda result, *_: self._steps(result[0])),
