@@ -68,7 +68,7 @@ def _load_own(name: str, directory: Path, dtype: str) -> LoadedModel:
 
 
 def _load_published(name: str, directory: Path, dtype: str) -> LoadedModel:
-    config, model = load_hf(directory, dtype=jnp.dtype(dtype))
+    config, model, _ = load_hf(directory, dtype=jnp.dtype(dtype))
     tokenizer = load_tokenizer(directory, config.vocab_size)
     return _loaded(name, config, model, dtype, tokenizer, config.eos_ids)
 

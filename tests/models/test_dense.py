@@ -13,7 +13,7 @@ from tests.support.small_glm import FIXTURE, small_model
 
 @pytest.fixture(scope="module")
 def published():
-    _, model = load_hf(FIXTURE)
+    model = load_hf(FIXTURE).model
     return model, jnp.asarray(np.load(FIXTURE / "inputs.npy"), jnp.int32)
 
 

@@ -12,7 +12,9 @@ from dhisparse_jax.models.checkpoint import save_checkpoint
 from dhisparse_jax.models.glm.dense import forward
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.hf_config import parse_config
-from dhisparse_jax.models.hf_tensors import build_params, published_shapes
+from dhisparse_jax.models.hf_tensors import pieces_of, published_shapes
+from dhisparse_jax.models.params import abstract_params, flatten, unflatten
+from dhisparse_jax.models.stream import load_arrays
 
 CONTEXT = 192
 TOKENS = 48
@@ -57,7 +59,7 @@ def write_published(directory: Path, seed: int = 0) -> None:
     """A checkpoint folder with inputs.npy, and logits.npy from the whole-sequence forward."""
     (directory / "config.json").write_text(json.dumps(PUBLISHED))
     save_file(random_tensors(seed), directory / "model.safetensors")
-    _, model = load_hf(directory, dtype=jnp.float32)
+    model = load_hf(directory, dtype=jnp.float32).model
     tokens = np.random.default_rng(seed).integers(0, 256, (1, TOKENS))
     np.save(directory / "inputs.npy", tokens)
     logits = forward(model, jnp.asarray(tokens, jnp.int32), mode="sparse")
@@ -66,6 +68,8 @@ def write_published(directory: Path, seed: int = 0) -> None:
 
 def write_own(directory: Path, seed: int = 0, **changes: object) -> None:
     """A checkpoint as training writes it."""
-    config = parse_config(PUBLISHED | changes)
-    params = build_params(config, random_tensors(seed).__getitem__)
-    save_checkpoint(directory, config, params)
+    config, tensors = parse_config(PUBLISHED | changes), random_tensors(seed)
+    like = abstract_params(config)
+    pieces = pieces_of(config, flatten(like))
+    flat = load_arrays(flatten(like), pieces, lambda name, rows, _: tensors[name][rows])
+    save_checkpoint(directory, config, unflatten(flat, like))
