@@ -117,22 +117,20 @@ def _expert_format(config: GlmConfig, tensors: Published) -> str:
     Raises:
         UserError: They have several, or one that is not supported.
     """
-    described = {name: tensors.quantised.get(name) for name in expert_names(config)}
-    formats = {name: tensor and tensor.weights for name, tensor in described.items()}
-    first = next(iter(formats), None)
-    for name, weights in formats.items():
-        if weights != formats[first]:
+    names = expert_names(config)
+    if not names:
+        return FLOAT
+    first, formats = names[0], {name: tensors.quantised[name].weights for name in tensors.quantised}
+    for name in names:
+        if formats.get(name) != formats.get(first):
             raise UserError(
                 f"{tensors.headers[name].file}: {name} is not quantised as {first} is; load it "
                 "with --experts float"
             )
-    weights = None if first is None else formats[first]
-    return FLOAT if weights is None else name_of(weights)
+    return name_of(formats[first]) if first in formats else FLOAT
 
 
-def _load_params(
-    config: GlmConfig, tensors: Published, dtype: jnp.dtype, place: Place
-) -> Nested:
+def _load_params(config: GlmConfig, tensors: Published, dtype: jnp.dtype, place: Place) -> Nested:
     """The nested weights. Those that are dequantised get the compute dtype, which loses least."""
     nested = abstract_params(config)
     like = flatten(nested)

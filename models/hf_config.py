@@ -117,7 +117,9 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
             "routed_scale": number(raw, "routed_scaling_factor", 2.5),
             "indexer_types": _indexer_types(raw, sizes["num_layers"]),
             "index_rope_style": _index_rope_style(raw),
-            "rope_theta": rope_theta(raw, ("default", "yarn") if kind == DEEPSEEK else ("default",)),
+            "rope_theta": rope_theta(
+                raw, ("default", "yarn") if kind == DEEPSEEK else ("default",)
+            ),
             "yarn": yarn(raw) if kind == DEEPSEEK else None,
             "norm_eps": number(raw, "rms_norm_eps", 1e-6 if kind == DEEPSEEK else 1e-5),
             "bos_id": raw.get("bos_token_id"),
@@ -221,9 +223,7 @@ def _check_known(raw: Mapping[str, Any]) -> None:
     off = (None, False, "", 0)
     unknown = sorted(name for name in raw if name not in known and raw[name] not in off)
     if unknown:
-        raise UserError(
-            f"unknown entries that may change what the model computes: {few(unknown)}"
-        )
+        raise UserError(f"unknown entries that may change what the model computes: {few(unknown)}")
 
 
 def _index_rope_style(raw: Mapping[str, Any]) -> str:

@@ -136,7 +136,9 @@ def _stored_experts(prefix: str, part: str, kind: str, shape: Shape) -> Pieces:
     """Numbers or scales of all experts, stacked, as they are published."""
     suffix = "_scale_inv" if kind == "scales" else ""
     return tuple(
-        Piece(f"{prefix}.{expert}.{part}_proj.weight{suffix}", (expert, 0, 0), shape[1:], stored=True)
+        Piece(
+            f"{prefix}.{expert}.{part}_proj.weight{suffix}", (expert, 0, 0), shape[1:], stored=True
+        )
         for expert in range(shape[0])
     )
 

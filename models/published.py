@@ -6,6 +6,7 @@ here a tensor has one name, transformers', and quantised ones are seen as what t
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,13 +71,14 @@ class Published:
         self.quantised: dict[str, QuantisedTensor] = {}
         for name, shape in expected.items():
             header = self.headers.get(name)
-            if header is not None and is_quantised(header.dtype, shape):
+            if header is None:
+                continue
+            if is_quantised(header.dtype, shape):
                 self.quantised[name] = self._describe(name, header, shape, block)
+            else:
+                check_header(name, header, shape, FLOATS)
         self.scales = {t.scale: self.headers[t.scale].shape for t in self.quantised.values()}
         check_names({**expected, **self.scales}, self.headers)
-        for name, shape in expected.items():
-            if name not in self.quantised:
-                check_header(name, self.headers[name], shape, FLOATS)
 
     def rows(self, name: str, rows: slice = _ALL, stored: bool = False) -> np.ndarray:
         """Rows of a tensor: quantised ones as float32 numbers, others as they are stored.
@@ -144,11 +146,9 @@ def weight_block(quantisation: object) -> tuple[int, int]:
     if form not in ("e4m3", "float8_e4m3fn"):
         raise UserError(f"quantization_config: fmt is {form!r}; only 'e4m3' is supported")
     block = quantisation.get("weight_block_size") or list(DEFAULT_BLOCK)
-    sizes = block if isinstance(block, list | tuple) else ()
+    sizes: list[Any] = block if isinstance(block, list) else []
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise UserError(
-            f"quantization_config: weight_block_size is {block!r}, expected two sizes"
-        )
+        raise UserError(f"quantization_config: weight_block_size is {block!r}, expected two sizes")
     return sizes[0], sizes[1]
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from dhisparse_jax.configs.quantised import WeightFormat
 from dhisparse_jax.errors import UserError
@@ -101,7 +101,7 @@ def unpack_e2m1(packed: Shaped[np.ndarray, "rows half"]) -> Shaped[np.ndarray, "
 
 
 def decode_numbers(
-    numbers: Num[Array, "*n stored"], weights: WeightFormat, dtype: DTypeLike
+    numbers: Shaped[Array, "*n stored"], weights: WeightFormat, dtype: DTypeLike
 ) -> Float[Array, "*n in"]:
     """The numbers without their scales, on a device: exact in bfloat16 and float32."""
     if not weights.packed:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.configs.quantised import FORMATS, WeightFormat
 from dhisparse_jax.models.experts import Groups, Routing, run_groups
@@ -51,9 +51,7 @@ class StoredMatrices(nnx.Module):
             jnp.ones((experts, *self.weights.scale_shape(fan_out, fan_in)), self.weights.scale)
         )
 
-    def __call__(
-        self, x: Float[Array, "rows in"], groups: Groups
-    ) -> Float[Array, "rows out"]:
+    def __call__(self, x: Float[Array, "rows in"], groups: Groups) -> Float[Array, "rows out"]:
         """Every row times the matrix of its expert, in the dtype of `x`.
 
         Sums are float32. Scales that are powers of two multiply the numbers, which changes no
@@ -122,8 +120,8 @@ def _inside(weights: WeightFormat) -> bool:
 def _padded(
     weights: WeightFormat,
     x: Float[Array, "rows in"],
-    numbers: Num[Array, "experts out stored"],
-    scales: Float[Array, "experts out_blocks in_blocks"],
+    numbers: Shaped[Array, "experts out stored"],
+    scales: Shaped[Array, "experts out_blocks in_blocks"],
     width: int,
 ) -> tuple[Array, Array, Array]:
     """Operands with zeros behind the last input channel, so that there are `width` of them."""

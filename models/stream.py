@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped
 
 from dhisparse_jax.models.params import Flat
 
-BLOCK_BYTES = 32 * 2**20
+BLOCK_BYTES = 8 * 2**20
 """Of the result; reading, dequantising and transposing a block takes a few times that."""
 
 Place = Callable[[str, tuple[int, ...]], Sharding]
@@ -151,7 +151,9 @@ def _on_devices(
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
-    return jnp.zeros(shape, dtype, device=device)
+    """Made where it is needed: `jnp.zeros` makes it on the first device, and then copies it."""
+    make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
+    return make()
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -164,7 +166,8 @@ def _write(
 
 def _within(block: Block, region: tuple[slice, ...]) -> Block | None:
     """The part of a block that lies in a region, with its place there; None if there is none."""
-    cut, at = [], []
+    cut: list[slice] = []
+    at: list[int] = []
     for box, part in zip(block.box, region, strict=True):
         start, stop = max(box.start, part.start), min(box.stop, part.stop)
         if start >= stop:

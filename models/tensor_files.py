@@ -106,14 +106,10 @@ def check_names(expected: Mapping[str, Shape], found: Mapping[str, Header]) -> N
         raise UserError(f"the checkpoint has {len(extra)} tensors too many: {few(listed)}")
 
 
-def check_header(
-    name: str, header: Header, shape: Shape, dtypes: Collection[str] = FLOATS
-) -> None:
+def check_header(name: str, header: Header, shape: Shape, dtypes: Collection[str] = FLOATS) -> None:
     """Raises UserError where a tensor has another shape or none of these types."""
     if header.shape != shape:
-        raise UserError(
-            f"{header.file}: {name} is {list(header.shape)}, expected {list(shape)}"
-        )
+        raise UserError(f"{header.file}: {name} is {list(header.shape)}, expected {list(shape)}")
     if header.dtype not in dtypes:
         raise UserError(
             f"{header.file}: {name} is {header.dtype}, not one of {', '.join(sorted(dtypes))}"
@@ -185,7 +181,12 @@ def _read_file_headers(path: Path) -> dict[str, Header]:
         return {name: _header(path, name, entry, start) for name, entry in entries.items()}
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # not JSON, or not of tensors
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # not JSON, or not of tensors
         raise UserError(f"{path} is damaged or not a safetensors file: {error!r}") from error
 
 

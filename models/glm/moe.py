@@ -80,11 +80,13 @@ class MoeMlp(nnx.Module):
         param_dtype = jnp.dtype(config.param_dtype)
         self.router = Router(config, rngs=rngs)
         self.num_experts = experts
-        self.stored = None if form == FLOAT else StoredExperts(experts, width, inner, form)
+        self.gate_up = self.down = self.stored = None
         if form == FLOAT:
             init, down_init = weight_init(width), residual_init(inner, config.num_layers)
             self.gate_up = nnx.Param(init(rngs.params(), (experts, width, 2 * inner), param_dtype))
             self.down = nnx.Param(down_init(rngs.params(), (experts, inner, width), param_dtype))
+        else:
+            self.stored = StoredExperts(experts, width, inner, form)
         shared = config.num_shared_experts * inner
         self.shared = GatedMlp(config, shared, dtype=dtype, rngs=rngs) if shared else None
         self.dtype = dtype
@@ -94,11 +96,13 @@ class MoeMlp(nnx.Module):
     ) -> Float[Array, "*batch width"]:
         """Residual update for normalised inputs `x`; routes them unless `routing` is given."""
         routing = self.router(x) if routing is None else routing
-        if self.stored is None:
+        if self.stored is not None:
+            routed = self.stored(x, routing, lambda gate, up: jax.nn.silu(gate) * up)
+        else:
+            assert self.gate_up is not None  # one of the two forms is there
+            assert self.down is not None
             gate_up, down = (part[...].astype(self.dtype) for part in (self.gate_up, self.down))
             routed = run_experts(x, routing, gate_up, down, _gate)
-        else:
-            routed = self.stored(x, routing, lambda gate, up: jax.nn.silu(gate) * up)
         return routed if self.shared is None else routed + self.shared(x)
 
 

@@ -69,7 +69,9 @@ def test_shards_give_the_same_model(checkpoint):
     assert whole.keys() == split.keys()
     assert all((whole[name] == split[name]).all() for name in whole)
     (checkpoint / "model-1.safetensors").unlink()
-    assert_refused(checkpoint, "model-1.safetensors: no such file", "holds model.embed_tokens.weight")
+    assert_refused(
+        checkpoint, "model-1.safetensors: no such file", "holds model.embed_tokens.weight"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
