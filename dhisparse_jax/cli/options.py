@@ -264,6 +264,15 @@ Split = Annotated[
         help="Tokens to prefill; the rest are decoded one by one. Default: half of S.",
     ),
 ]
+Queries = Annotated[
+    int,
+    typer.Option(
+        "--queries",
+        metavar="T",
+        callback=count,
+        help="Tokens to decode per step, as with a draft of T - 1.",
+    ),
+]
 Tolerance = Annotated[
     float,
     typer.Option(

@@ -15,6 +15,7 @@ from dhisparse_jax.models.glm.dense import forward
 from dhisparse_jax.models.params import params_of
 from tests.support.checkpoints import CONTEXT, TOKENS, write_own, write_published
 from tests.support.small_draft import CONFIGS, noisy
+from tests.support.small_glm import FIXTURES
 
 STAGES = (
     "append",
@@ -53,6 +54,19 @@ def test_verify_hf_passes(run, published, policy, split):
     verdict = result.last_json
     assert verdict["argmax_agreement"] == 1.0
     assert (verdict["fetched_rows"] > 0) is (policy != "resident" and split < TOKENS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("split", "queries"), [(1, 1), (30, 1), (1, 4), (17, 4)])
+def test_deepseek_v32_is_what_transformers_computes(run, policy, split, queries):
+    folder = FIXTURES / "deepseek_v32_tiny"
+    result = run(
+        "verify-hf", folder, "--policy", policy, "--split", split, "--queries", queries,
+        "--hot-rows", 5,
+    )  # fmt: skip
+    assert result.code == 0, result.last_json
+    assert result.last_json["queries"] == queries
+    assert (result.last_json["fetched_rows"] > 0) is (policy != "resident")
 
 
 def test_verify_hf_sees_a_changed_weight(run, published, tmp_path):
