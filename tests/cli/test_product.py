@@ -217,3 +217,15 @@ def test_unknown_model_is_refused(run, prompt):
 
 def test_a_folder_without_a_checkpoint_is_refused(run, prompt, tmp_path):
     assert "config.json" in run("decode", "-m", tmp_path, "-p", prompt("a", b"x")).error
+
+
+def test_convert_gives_a_checkpoint_that_verifies(run, published, tmp_path):
+    target = tmp_path / "converted"
+    result = run("convert", published, target)
+    assert result.code == 0
+    assert result.last_json["unused_tensors"] == []
+    assert result.last_json["expert_format"] == "float"
+    for name in ("inputs.npy", "logits.npy"):
+        (target / name).write_bytes((published / name).read_bytes())
+    assert run("verify-hf", target, "--split", TOKENS).code == 0
+    assert "exists; name a new folder" in run("convert", published, target).error
