@@ -1,6 +1,7 @@
 """Saving and restoring a model: `config.json`, and the weights in an Orbax directory beside it.
 
-Restoring gives host arrays first, so a checkpoint does not depend on the device it was saved from.
+A checkpoint does not depend on the devices that it was saved from: whoever restores it says where
+each array goes.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from dhisparse_jax.models.params import (
     flatten,
     unflatten,
 )
+from dhisparse_jax.models.stream import Place, on_first_device
 from dhisparse_jax.models.text import few
 
 # Orbax fills data files up to about this size; small enough for hosts that limit file sizes.
@@ -34,6 +36,11 @@ _DATA_FILE_BYTES = 4 * 2**20
 
 OWN_WEIGHTS = "params"
 """The folder of weights in a checkpoint that is written here; published ones have none."""
+
+CONFIG_FILE = "config.json"
+
+CONVERSION_FILE = "conversion.json"
+"""In a checkpoint of ours that was a published one: what of that was not used."""
 
 
 def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) -> None:
@@ -47,11 +54,17 @@ def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) ->
     """
     directory = Path(directory)
     save_weights(directory / OWN_WEIGHTS, flatten(cast_like(params, abstract_params(config))))
-    save_json(directory / "config.json", dataclasses.asdict(config))
+    save_json(directory / CONFIG_FILE, dataclasses.asdict(config))
 
 
-def save_weights(path: Path, flat: Flat) -> None:
-    """Writes flat weights as an Orbax folder, replacing the one at `path`."""
+def save_weights(path: Path, flat: Flat, file_bytes: int = _DATA_FILE_BYTES) -> None:
+    """Writes flat weights as an Orbax folder, replacing the one at `path`.
+
+    Args:
+        path: the folder.
+        flat: the weights.
+        file_bytes: about how large a file of it becomes at most.
+    """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Host arrays, so that the files say nothing about devices.
@@ -59,7 +72,7 @@ def save_weights(path: Path, flat: Flat) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(
             path,
-            args=ocp.args.PyTreeSave(hosts, ocdbt_target_data_file_size=_DATA_FILE_BYTES),
+            args=ocp.args.PyTreeSave(hosts, ocdbt_target_data_file_size=file_bytes),
             force=True,
         )
 
@@ -72,28 +85,34 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(
-    directory: Path | str, *, dtype: jnp.dtype | type | None = None
+    directory: Path | str,
+    *,
+    dtype: jnp.dtype | type | None = None,
+    place: Place = on_first_device,
 ) -> tuple[GlmConfig, GlmModel]:
-    """Restores a model onto the default device.
+    """Restores a model.
 
     Args:
-        directory: What `save_checkpoint` wrote.
+        directory: What `save_checkpoint` or `models.convert` wrote.
         dtype: Compute dtype of the model; the dtype of the weights when None.
+        place: Where each array goes, from its flat name and shape.
 
     Raises:
         UserError: No checkpoint there, a damaged one, or weights that are missing, left over, or
             wrongly shaped.
     """
     directory = Path(directory).absolute()
-    config = config_from_values(read_json(directory / "config.json"))
+    config = config_from_values(read_json(directory / CONFIG_FILE))
     like = abstract_params(config)
-    flat = restore_weights(directory / OWN_WEIGHTS, flatten(like))
-    params = cast_like(unflatten(flat, like), like)
+    flat = restore_weights(directory / OWN_WEIGHTS, flatten(like), place)
+    params = unflatten(flat, like)
     return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
 
 
-def restore_weights(path: Path, expected: Flat) -> dict[str, np.ndarray]:
-    """Flat host arrays, after comparing names and shapes with what the model needs.
+def restore_weights(
+    path: Path, expected: Flat, place: Place = on_first_device
+) -> dict[str, jax.Array]:
+    """Flat arrays in the dtypes they were saved in, if names and shapes are those expected.
 
     Raises:
         UserError: No weights there, damaged ones, or some missing, left over, or wrongly shaped.
@@ -105,8 +124,13 @@ def restore_weights(path: Path, expected: Flat) -> dict[str, np.ndarray]:
         try:
             found = checkpointer.metadata(path).item_metadata.tree
             _check(expected, {name: tuple(leaf.shape) for name, leaf in found.items()})
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
-            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+            where = {
+                name: ocp.ArrayRestoreArgs(
+                    restore_type=jax.Array, sharding=place(name, tuple(leaf.shape))
+                )
+                for name, leaf in found.items()
+            }
+            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=where))
         # Orbax and TensorStore have no error class for damaged files.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -43,6 +43,13 @@ class DtypeName(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class ExpertsName(StrEnum):
+    """What becomes of experts that a checkpoint has quantised."""
+
+    STORED = "stored"
+    FLOAT = "float"
+
+
 @dataclass(frozen=True)
 class HierarchyOptions:
     """The options of the hierarchy, as given.
@@ -109,6 +116,15 @@ Model = Annotated[
 Dtype = Annotated[
     DtypeName,
     typer.Option("--dtype", help="What the model computes and keeps its history in."),
+]
+
+Experts = Annotated[
+    ExpertsName,
+    typer.Option(
+        "--experts",
+        help="Quantised experts. stored: they stay as they are in memory, and scales are applied "
+        "inside the matrix products; float: they become numbers of --dtype.",
+    ),
 ]
 
 # How the hierarchy is set up
@@ -265,6 +281,22 @@ Files = Annotated[
     typer.Argument(metavar="FILE", help="Files to evaluate, each on its own."),
 ]
 
+# What convert reads and writes
+SourceDir = Annotated[
+    str, typer.Argument(metavar="HF_DIR", help="The folder of a Hugging Face checkpoint.")
+]
+TargetDir = Annotated[
+    str, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")
+]
+ConvertDtype = Annotated[
+    DtypeName | None,
+    typer.Option(
+        "--dtype",
+        help="What quantised weights become, but for experts that stay stored. Default: what the "
+        "weights are that are not quantised.",
+    ),
+]
+
 # What verify-hf compares
 CheckpointDir = Annotated[
     str,
@@ -281,6 +313,15 @@ Split = Annotated[
         metavar="N",
         callback=count,
         help="Tokens to prefill; the rest are decoded one by one. Default: half of S.",
+    ),
+]
+Queries = Annotated[
+    int,
+    typer.Option(
+        "--queries",
+        metavar="T",
+        callback=count,
+        help="Tokens to decode per step, as with a draft of T - 1.",
     ),
 ]
 Tolerance = Annotated[

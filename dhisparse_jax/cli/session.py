@@ -8,6 +8,7 @@ from dhisparse_jax.cli.options import (
     NO_DRAFT,
     DraftOptions,
     DtypeName,
+    ExpertsName,
     HierarchyOptions,
     PolicyName,
 )
@@ -28,11 +29,15 @@ if TYPE_CHECKING:
 LEAST_TAIL = 16
 
 
-def load_model(name: str, dtype: DtypeName = DtypeName.FLOAT32) -> "LoadedModel":
+def load_model(
+    name: str,
+    dtype: DtypeName = DtypeName.FLOAT32,
+    experts: ExpertsName = ExpertsName.STORED,
+) -> "LoadedModel":
     """Load `tiny` or a checkpoint folder. Raises UserError where there is none that works."""
     from dhisparse_jax.models import registry
 
-    return registry.load(name, dtype.value)
+    return registry.load(name, dtype.value, stored_experts=experts is ExpertsName.STORED)
 
 
 def load_draft(options: DraftOptions, loaded: "LoadedModel") -> "Draft":
