@@ -80,14 +80,13 @@ class MoeMlp(nnx.Module):
         param_dtype = jnp.dtype(config.param_dtype)
         self.router = Router(config, rngs=rngs)
         self.num_experts = experts
+        self.stored = StoredExperts(experts, width, inner, form) if form != FLOAT else None
         if form == FLOAT:
-            self.stored = None
             init, down_init = weight_init(width), residual_init(inner, config.num_layers)
             self.gate_up = nnx.Param(init(rngs.params(), (experts, width, 2 * inner), param_dtype))
             self.down = nnx.Param(down_init(rngs.params(), (experts, inner, width), param_dtype))
         else:
             self.gate_up = self.down = None
-            self.stored = StoredExperts(experts, width, inner, form)
         shared = config.num_shared_experts * inner
         self.shared = GatedMlp(config, shared, dtype=dtype, rngs=rngs) if shared else None
         self.dtype = dtype
