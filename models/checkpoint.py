@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
+from dhisparse_jax.arrays import Shapes, load_arrays, save_arrays
 from dhisparse_jax.configs.glm import GlmConfig, config_from_values
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.model import GlmModel
@@ -28,9 +27,6 @@ from dhisparse_jax.models.params import (
     unflatten,
 )
 from dhisparse_jax.models.text import few
-
-# Orbax fills data files up to about this size; small enough for hosts that limit file sizes.
-_DATA_FILE_BYTES = 4 * 2**20
 
 OWN_WEIGHTS = "params"
 """The folder of weights in a checkpoint that is written here; published ones have none."""
@@ -52,16 +48,7 @@ def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) ->
 
 def save_weights(path: Path, flat: Flat) -> None:
     """Writes flat weights as an Orbax folder, replacing the one at `path`."""
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Host arrays, so that the files say nothing about devices.
-    hosts = jax.tree.map(np.asarray, flat)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(
-            path,
-            args=ocp.args.PyTreeSave(hosts, ocdbt_target_data_file_size=_DATA_FILE_BYTES),
-            force=True,
-        )
+    save_arrays(path, flat)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -98,22 +85,15 @@ def restore_weights(path: Path, expected: Flat) -> dict[str, np.ndarray]:
     Raises:
         UserError: No weights there, damaged ones, or some missing, left over, or wrongly shaped.
     """
-    path = path.absolute()
-    if not path.is_dir():
-        raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        try:
-            found = checkpointer.metadata(path).item_metadata.tree
-            _check(expected, {name: tuple(leaf.shape) for name, leaf in found.items()})
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
-            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-        # Orbax and TensorStore have no error class for damaged files.
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"the checkpoint in {path} is damaged: {reason}") from error
+    try:
+        return load_arrays(path, lambda shapes: _check(expected, shapes))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing") from None
+    except ValueError as error:
+        raise UserError(f"the checkpoint in {path} is damaged: {error}") from error
 
 
-def _check(expected: Flat, found: dict[str, tuple[int, ...]]) -> None:
+def _check(expected: Flat, found: Shapes) -> None:
     """Names and shapes agree."""
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:

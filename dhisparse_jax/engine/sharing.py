@@ -94,9 +94,12 @@ class Sharing:
                 "tokens together, or raise host_pages"
             )
 
-    def fits(self, prompt: Sequence[int], positions: int) -> bool:
-        """Whether a request that commits so many positions can enter now."""
-        return self._plan(prompt, positions) is not None
+    def fits(self, prompt: Sequence[int], positions: int, without: Sequence[int] = ()) -> bool:
+        """Whether a request that commits so many positions can enter, once rows have been left."""
+        users = self.pages.users.copy()
+        for row in without:
+            users[self._pages_of[row]] -= 1
+        return self._plan(prompt, positions, users) is not None
 
     def best_row(self, free: Sequence[int]) -> int:
         """Of rows without a request: one without a text, or the one with the oldest."""
@@ -114,7 +117,7 @@ class Sharing:
         Raises:
             UserError: it does not fit.
         """
-        plan = self._plan(prompt, positions)
+        plan = self._plan(prompt, positions, self.pages.users)
         if plan is None:
             size = self._cfg.host_page
             raise UserError(
@@ -162,7 +165,9 @@ class Sharing:
         self._prefixes.remove(row)
         self.pages.forget(self._pages_of.pop(row))
 
-    def _plan(self, prompt: Sequence[int], positions: int) -> _Plan | None:
+    def _plan(
+        self, prompt: Sequence[int], positions: int, users: Int[np.ndarray, " pages"]
+    ) -> _Plan | None:
         """The most that can be shared; None if the request does not fit whatever is shared."""
         prefix = self._prefixes.longest(prompt[:-1])  # the last token gives the first new one
         whole = prefix.length // self._cfg.host_page
@@ -172,12 +177,11 @@ class Sharing:
             plan = _Plan(
                 Prefix(prefix.row, length), source, whole, self.pages_for(positions) - whole
             )
-            idle = int((self.pages.users[source] == 0).sum())
-            if plan.fresh <= self.pages.unused - idle:
+            if plan.fresh <= (users == 0).sum() - (users[source] == 0).sum():
                 return plan
         return None
 
-    def _padded(self, pages: Pages) -> Pages:
+    def _padded(self, pages: Pages) -> Int[np.ndarray, " N"]:
         padded = np.full(self._cfg.row_pages, NO_SLOT, np.int32)
         padded[: len(pages)] = pages
         return padded
