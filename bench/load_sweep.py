@@ -61,16 +61,21 @@ def main(
 def make_requests(
     loaded: registry.LoadedModel, count: int, prompt_bytes: int, new_tokens: int
 ) -> list[Request]:
-    """The first so many left-out texts, each to be gone on with."""
-    texts = list(load_evaluation().items())[:count]
-    return [
-        Request(
-            name=name,
-            prompt=loaded.tokenizer.encode(cut_after_head(text, prompt_bytes)),
-            max_new_tokens=new_tokens,
-        )
-        for name, text in texts
-    ]
+    """Pieces of left-out texts, each to be gone on with: the heads of all, then parts further on.
+
+    Raises:
+        ValueError: if the texts have not so many pieces.
+    """
+    texts, requests = load_evaluation(), []
+    for part in range(0, max(map(len, texts.values())), prompt_bytes):
+        for name, text in texts.items():
+            piece = cut_after_head(text[part:], prompt_bytes)
+            if len(text) - part >= prompt_bytes:
+                prompt = loaded.tokenizer.encode(piece)
+                requests.append(Request(f"{name}+{part}", prompt, max_new_tokens=new_tokens))
+    if len(requests) < count:
+        raise ValueError(f"{count} texts of {prompt_bytes} bytes; there are {len(requests)}")
+    return requests[:count]
 
 
 def _sweep(engine: Engine, requests: list[Request]) -> tuple[list[dict[str, Any]], list[Tokens]]:

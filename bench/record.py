@@ -25,10 +25,15 @@ def environment() -> dict[str, str]:
 
 def write(document: dict[str, Any], path: Path | None) -> None:
     """Write a result where it was asked for, and print it as the last line."""
+    save(document, path)
+    print(json.dumps(document))
+
+
+def save(document: dict[str, Any], path: Path | None) -> None:
+    """Write a result, or as much of it as there is yet, where it was asked for."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
 
 
 def _output(*command: str) -> str:

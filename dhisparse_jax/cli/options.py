@@ -24,6 +24,7 @@ OUTPUT = "Output"
 
 BUNDLED_MODEL = "tiny"
 NO_DRAFT = "none"
+BUNDLED_DRAFT = "dflash2"
 MOST_AT_ONCE = 8
 
 
@@ -72,9 +73,14 @@ class DraftOptions:
     auto: bool = False
 
     @classmethod
-    def of(cls, name: str, length: str | None) -> "DraftOptions":
-        """From the two options; `length` is a number or AUTO."""
+    def of(cls, model: str, name: str | None, length: str | None) -> "DraftOptions":
+        """From the options; `length` is a number or AUTO.
+
+        Without a name, the bundled model gets the bundled draft, and others none.
+        """
         auto = length == AUTO
+        if name is None:
+            name = BUNDLED_DRAFT if model == BUNDLED_MODEL else NO_DRAFT
         return cls(name, None if length is None or auto else int(length), auto)
 
 
@@ -138,13 +144,14 @@ Batch = Annotated[
 
 # How several tokens come out of one step
 Draft = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--draft",
         metavar="none|dflash|dflash2|dspark|DIR",
         help="A small model that proposes tokens, which the model verifies together: a bundled "
         "one, or the folder of a checkpoint made for this model. Greedy tokens are the same with "
-        "every draft, sampled ones have the same distribution.",
+        f"every draft, sampled ones have the same distribution. Default: {BUNDLED_DRAFT} for "
+        "tiny, none for other models.",
         rich_help_panel=SPECULATION,
     ),
 ]

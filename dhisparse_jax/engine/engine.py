@@ -6,6 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+<<<<<<< HEAD
+=======
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+>>>>>>> origin/prefix
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.events import (
@@ -205,6 +211,7 @@ class Engine(Machine):
         self._roster.queue(job, priority)
         return job.number
 
+<<<<<<< HEAD
     def _enter(self) -> Iterator[Event]:
         """Let requests in and prefill, as much as may come between two steps."""
         done = 0
@@ -212,6 +219,100 @@ class Engine(Machine):
             most = self.pace.pieces
             if most is not None and done >= most and self._roster.decoding():
                 return
+=======
+        The drafter gets the prompt too. By default nothing is shared, and the row can be used up to
+        its capacity.
+
+        The row is active afterwards, with `len(tokens)` committed positions.
+        """
+        entry = entry or self.sharing.enter(row, (), self.cfg.capacity)
+        chunk, own = self.compiled.chunk, tokens[int(entry.shared) :]
+        starts = range(0, len(own), chunk)
+        padded = np.zeros(-(-self.cfg.capacity // chunk) * chunk, np.int32)
+        padded[: len(own)] = own
+        where = jnp.int32(row)
+        self.state = self.compiled.join(self.state, where, jnp.int32(len(tokens)), entry)
+        hidden = self.compiled.embed(self.params, jnp.asarray(padded), entry.shared)
+        total, done = len(starts) * self.cfg.pools, 0
+        for pool in range(self.cfg.pools):
+            prompt = self.compiled.begin_prompt(self.state, pool, where, entry)
+            for start in starts:
+                hidden, prompt = self.compiled.prefill(
+                    self.params, pool, hidden, prompt, jnp.int32(start)
+                )
+                done += 1
+                yield PrefillProgress(number, done, total)
+            self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
+            jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
+        self.sharing.has(row, tokens)
+        self._draft_prompt(where, hidden.taps, int(entry.shared), len(tokens))
+        return hidden
+
+    def _draft_prompt(
+        self, row: Int[Array, ""], taps: Float[Array, "taps Q D"], origin: int, length: int
+    ) -> None:
+        """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
+        self.draft_state = self.compiled.draft_reset(self.draft_state, row)
+        chunk = self.compiled.chunk
+        first = origin + -(-(length - origin) // chunk) * chunk - self.compiled.tap_rows
+        shared, own = range(max(0, first), origin, chunk), range(max(origin, first), length, chunk)
+        for start, end in [*((p, origin) for p in shared), *((p, length) for p in own)]:
+            where = (jnp.int32(origin), jnp.int32(start), jnp.int32(end))
+            self.draft_state = self.compiled.draft_prompt(
+                self.draft_params, self.draft_state, row, taps, *where
+            )
+
+    def leave(self, row: int) -> None:
+        """Free a row that `prefill` occupied, or began to."""
+        self.state = self.compiled.leave(self.state, jnp.int32(row))
+        self.sharing.leave(row)
+
+    def draft_step_seconds(self) -> float:
+        """Seconds of a proposal and its commit by themselves; 0 without a draft.
+
+        In a step they are part of one program with everything else, whose parts the host cannot
+        time. The state stays as it is.
+        """
+        if self.drafter.length == 0:
+            return 0.0
+        inputs = (self.params, self.draft_params, self.draft_state, self.texts, self.state.length)
+        return seconds_of(lambda: self.compiled.draft_step(*inputs))
+
+    def _fits(self, request: Request) -> bool:
+        return self.sharing.fits(request.prompt, request.end(self.cfg.capacity))
+
+    def _start(self, running: _Running) -> Iterator[Event]:
+        """Prefill a request, as far as it has to be, and choose its first token."""
+        row = self.sharing.best_row([row for row, held in enumerate(self._rows) if held is None])
+        tokens = running.request.prompt
+        entry = self.sharing.enter(row, tokens, running.request.end(self.cfg.capacity))
+        self._rows[row] = running
+        hidden = yield from self.prefill(row, running.number, tokens, entry)
+        text = self._text(running)
+        first = self.compiled.first_token(self.params, hidden, jnp.int32(len(tokens)), text.sampler)
+        text = dataclasses.replace(text, anchor=first[None])
+        self.texts, self.load = self.compiled.set_text(self.texts, self.load, jnp.int32(row), text)
+        yield from self._deliver(row, (int(first),))
+
+    def _text(self, running: _Running) -> Texts:
+        """What a request is to write, as the one row of a `Texts`; its anchor is not known yet."""
+        request = running.request
+        stop = (*request.stop, *(NO_SLOT,) * (MAX_STOPS - len(request.stop)))
+        return Texts(
+            anchor=jnp.zeros(1, jnp.int32),
+            end=jnp.asarray([request.end(self.cfg.capacity)], jnp.int32),
+            stop=jnp.asarray([stop], jnp.int32),
+            sampler=sampler_row(request.sampling, running.number),
+        )
+
+    def _step(self, number: int) -> Generator[Event, None, int]:
+        """One dispatch: some decode steps for every running request; returns how many.
+
+        Args:
+            number: steps done before.
+        """
+        with jax.profiler.StepTraceAnnotation("decode_step", step_num=number + 1):
+>>>>>>> origin/prefix
             begin = time.perf_counter()
             event = self._piece(job)
             self.pace.add_piece(time.perf_counter() - begin)

@@ -5,7 +5,7 @@ the pages are needed: index keys lie in rows, so what a row has forgotten cannot
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -20,9 +20,7 @@ from pallas_kernels.common.ids import NO_SLOT
 
 @pytree
 class Entry:
-    """What a request enters a row with; in NumPy until it is used.
-
-    N host pages per row, NO_SLOT after the last.
+    """What a request enters a row with. N host pages per row, NO_SLOT after the last.
 
     Attributes:
         pages: int32 host pages of the row.
@@ -32,11 +30,11 @@ class Entry:
         kept: int32 how many of them lie in pages that are the row's too; the others are copied.
     """
 
-    pages: Int[Array | np.ndarray, " N"]
-    source: Int[Array | np.ndarray, " N"]
-    donor: Int[Array | np.ndarray, ""]
-    shared: Int[Array | np.ndarray, ""]
-    kept: Int[Array | np.ndarray, ""]
+    pages: Int[Array, " N"]
+    source: Int[Array, " N"]
+    donor: Int[Array, ""]
+    shared: Int[Array, ""]
+    kept: Int[Array, ""]
 
 
 class _Plan(NamedTuple):
@@ -75,6 +73,7 @@ class Sharing:
         self._pages_of: dict[int, Pages] = {}  # of rows with a request or with a finished text
         self._copied: dict[int, Pages] = {}  # page that a row in prefill copies from
         self._finished: dict[int, None] = {}  # rows that have only a text, the oldest first
+        self._refused: tuple[Sequence[int], int] | None = None  # does not fit as things are
 
     def pages_for(self, positions: int) -> int:
         """How many pages so many positions take."""
@@ -95,11 +94,20 @@ class Sharing:
             )
 
     def fits(self, prompt: Sequence[int], positions: int, without: Sequence[int] = ()) -> bool:
-        """Whether a request that commits so many positions can enter, once rows have been left."""
+        """Whether a request that commits so many positions can enter, once rows have been left.
+
+        Asking again before anything has changed costs nothing.
+        """
+        refused = self._refused
+        if not without and refused and refused[0] is prompt and refused[1] <= positions:
+            return False
         users = self.pages.users.copy()
         for row in without:
             users[self._pages_of[row]] -= 1
-        return self._plan(prompt, positions, users) is not None
+        fits = self._plan(prompt, positions, users) is not None
+        if not without:
+            self._refused = None if fits else (prompt, positions)
+        return fits
 
     def best_row(self, free: Sequence[int]) -> int:
         """Of rows without a request: one without a text, or the one with the oldest."""
@@ -135,15 +143,16 @@ class Sharing:
         return Entry(
             pages=self._padded(mine),
             source=self._padded(plan.source),
-            donor=np.int32(plan.prefix.row),
-            shared=np.int32(plan.prefix.length),
-            kept=np.int32(plan.whole * self._cfg.host_page),
+            donor=_given(plan.prefix.row),
+            shared=_given(plan.prefix.length),
+            kept=_given(plan.whole * self._cfg.host_page),
         )
 
     def has(self, row: int, text: Sequence[int]) -> None:
         """The records of these tokens are in the row's pages: others can share them now."""
         self.pages.drop(self._copied.pop(row, _NOTHING))
         self._prefixes.add(row, text)
+        self._refused = None
 
     def leave(self, row: int) -> None:
         """The request of a row is gone. The text that the row has stays while there is room."""
@@ -154,6 +163,7 @@ class Sharing:
             self.pages.keep(text)
             self._pages_of[row], self._finished[row] = text, None
         self.pages.drop(pages)
+        self._refused = None
 
     def forget(self) -> None:
         """Forget the texts of all rows without a request."""
@@ -181,7 +191,11 @@ class Sharing:
                 return plan
         return None
 
-    def _padded(self, pages: Pages) -> Int[np.ndarray, " N"]:
-        padded = np.full(self._cfg.row_pages, NO_SLOT, np.int32)
-        padded[: len(pages)] = pages
-        return padded
+    def _padded(self, pages: Pages) -> Any:  # noqa: ANN401  # as `_given`
+        rest = self._cfg.row_pages - len(pages)
+        return _given(np.pad(pages, (0, rest), constant_values=NO_SLOT))
+
+
+def _given(value: int | Pages) -> Any:  # noqa: ANN401  # what jit takes for an array
+    """An int32 array that is not on the device yet, so that reading it waits for nothing."""
+    return np.asarray(value, np.int32)

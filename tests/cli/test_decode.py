@@ -63,7 +63,7 @@ def test_document_holds_tokens_and_metrics(run, fake, prompt, tmp_path):
         "backend": "cpu",
         "jax_version": "0",
         "policy": "fixed",
-        "draft": "none",
+        "draft": "dflash2",
     }
     metrics = document["metrics"]
     assert metrics["output_tokens"] == 3
@@ -273,7 +273,9 @@ def test_bad_options_are_refused(run, fake, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ((), DraftOptions("none", None, False)),
+        ((), DraftOptions("dflash2", None, False)),
+        (("--model", "some/where"), DraftOptions("none", None, False)),
+        (("--draft", "none"), DraftOptions("none", None, False)),
         (("--draft", "dspark"), DraftOptions("dspark", None, False)),
         (("--draft", "some/where", "--draft-length", 3), DraftOptions("some/where", 3, False)),
         (("--draft", "dflash2", "--draft-length", "auto"), DraftOptions("dflash2", None, True)),

@@ -157,6 +157,18 @@ def test_a_copy_that_would_not_leave_enough_is_not_made():
     assert len({*entry.pages.tolist()} - {-1}) == 4
 
 
+def test_asking_again_looks_again_only_after_a_change(monkeypatch):
+    own, long, looked = sharing(host_pages=4), tuple(range(10)), []
+    own.enter(0, (), 8)
+    plan = own._plan
+    monkeypatch.setattr(own, "_plan", lambda *asked: looked.append(asked) or plan(*asked))
+    assert [own.fits(long, positions) for positions in (9, 9, 10, 8)] == [False] * 3 + [True]
+    assert [positions for _, positions, _ in looked] == [9, 8]
+    assert not own.fits(long, 9)
+    own.leave(0)
+    assert own.fits(long, 9)
+
+
 def test_too_large_requests_are_refused():
     own = sharing(host_pages=4)
     own.check("it", 16)

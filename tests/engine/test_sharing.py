@@ -5,6 +5,7 @@ import itertools
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +15,8 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.sampling import Sampling
+from dhisparse_jax.speculation.ring import visible
+from tests.support.dense import dense_features
 from tests.support.host import host_rows
 from tests.support.serving import (
     CHUNK,
@@ -122,6 +125,25 @@ def test_with_a_draft(steps):
     assert list(found.tokens.values()) == [alone(item) for item in greedy.values()]
     assert found.acceptance.length > 1.5
     assert_baseline(served)
+
+
+@pytest.mark.parametrize("window", [10, 40, None])
+@pytest.mark.parametrize("shared", [17, 47, 60])
+def test_a_draft_gets_the_own_features_and_zeros(shared, window):
+    """Of a prompt of 66 tokens; windows within the own part, beyond it, and over everything."""
+    draft = toy_draft(length=1, window=window, positions=None if window else CONTEXT)
+    served = drafted(*POLICIES["fixed"], draft)
+    list(served.prefill(0, 0, BASE[:shared]))
+    tokens = (*BASE[:shared], *prompt(66 - shared, seed=10))
+    list(served.prefill(1, 1, tokens, served.sharing.enter(1, tokens, 90)))
+    wanted = dense_features(*model(), tokens, draft.drafter.taps)
+    wanted[:shared] = 0.0
+    ring = served.draft_state
+    position, seen = jax.device_get(visible(ring, jnp.full((3, 1), 66, jnp.int32), window))
+    slots = np.flatnonzero(seen[1, 0])
+    assert sorted(position[1, slots]) == list(range(66 - min(window or 66, 66) + bool(window), 66))
+    found = np.asarray(ring.keys)[1, 0, slots, 0]
+    np.testing.assert_allclose(found, wanted[position[1, slots]], rtol=1e-4, atol=1e-4)
 
 
 def test_a_conversation_goes_on():
