@@ -1,7 +1,6 @@
 """`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
 
 import contextlib
-import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, decode_document
+from dhisparse_jax.cli.report import OutputFile, check_output, decode_document
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def run(options: DecodeOptions) -> None:
     # What can be refused without a model is refused before one is loaded.
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
-    check_json(options)
+    check_output(options.json, options.prompt_files)
     output = OutputFile(options.json) if options.json else None
     try:
         work(options, prompts, output)
@@ -211,14 +210,6 @@ def follow(
             record.add(event)
             display.show(event)
             check_interrupt()
-
-
-def check_json(options: DecodeOptions) -> None:
-    """Raises UserError where the document would replace a prompt."""
-    json = options.json
-    for name in options.prompt_files:
-        if json and name != "-" and json.exists() and os.path.samefile(json, name):
-            raise UserError(f"--json {json} is also a prompt; name another file")
 
 
 def check_trace_dir(path: Path | None) -> None:

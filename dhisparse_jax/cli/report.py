@@ -4,10 +4,12 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dhisparse_jax.cli.prompts import STANDARD_INPUT
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,6 +76,13 @@ def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> di
 def json_line(document: dict[str, Any]) -> str:
     """One line of strict JSON. NaN and infinities are not JSON: write them as null before."""
     return json.dumps(document, allow_nan=False)
+
+
+def check_output(json: Path | None, inputs: Iterable[str | Path]) -> None:
+    """Raises UserError where the document would replace what is read; - is standard input."""
+    for name in inputs:
+        if json and str(name) != STANDARD_INPUT and json.exists() and os.path.samefile(json, name):
+            raise UserError(f"--json {json} is also read; name another file")
 
 
 class OutputFile:

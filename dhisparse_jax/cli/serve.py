@@ -12,7 +12,7 @@ from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt
-from dhisparse_jax.cli.report import OutputFile, Setting
+from dhisparse_jax.cli.report import OutputFile, Setting, check_output
 from dhisparse_jax.cli.trace_file import TraceLine, read_trace
 from dhisparse_jax.errors import UserError
 
@@ -85,9 +85,11 @@ def run(options: ServeOptions) -> None:
 
     Raises:
         UserError: an input or the machine does not allow it.
-        KeyboardInterrupt: after the document and the table.
+        KeyboardInterrupt, BrokenPipeError: after the document and, where it can be, the table.
     """
     lines = read_trace(options.trace)
+    read = [line.prompt_file for line in lines if line.prompt_file]
+    check_output(options.json, [options.trace, *read])
     output = OutputFile(options.json) if options.json else None
     try:
         work(options, lines, output)
@@ -104,25 +106,29 @@ def work(options: ServeOptions, lines: list[TraceLine], output: OutputFile | Non
     from dhisparse_jax.engine.replay import Clock, replay, warm_up
 
     out, err = Console(), Console(stderr=True)
-    with err.status(f"loading {options.model}") if err.is_terminal else contextlib.nullcontext():
-        loaded, arrivals, engine = prepare(options, lines)
-        warm_up(engine)
-    clock = Clock(options.virtual)
-    state = lambda: (*engine.counts, engine.resident_share())
-    record = ServingRecord(clock.now, state, options.interval)
-    stopped: BaseException | None = None
-    try:
-        with ServeDisplay(record, len(arrivals), err) as display, interrupts() as check_interrupt:
-            for event in replay(engine, arrivals, clock):
-                record.add(event)
-                display.show()
-                check_interrupt()
-    except (KeyboardInterrupt, BrokenPipeError) as error:
-        stopped = error
-    record.sample()
+    with interrupts() as check_interrupt:
+        loading = err.status(f"loading {options.model}")
+        with loading if err.is_terminal else contextlib.nullcontext():
+            loaded, arrivals, engine = prepare(options, lines)
+            warm_up(engine)
+        check_interrupt()
+        clock = Clock(options.virtual)
+        state = lambda: (*engine.counts, engine.resident_share())
+        record = ServingRecord(clock.now, state, options.interval)
+        stopped: BaseException | None = None
+        try:
+            with ServeDisplay(record, len(arrivals), err) as display:
+                for event in replay(engine, arrivals, clock):
+                    record.add(event)
+                    display.show()
+                    check_interrupt()
+        except BaseException as error:  # whatever it was, what was measured is kept
+            stopped = error
+    if stopped is None:  # it asks the device, which an interrupt or an error does not wait for
+        record.sample()
     if output:
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
-        output.write(serve_document(setting, options, record))
+        output.write(serve_document(setting, options, record, engine.pace.times.table()))
     out.print(summary_table(record.summary(), options.tpot_ms))
     if stopped is not None:
         raise stopped
@@ -196,9 +202,16 @@ def library_tokens(loaded: "LoadedModel") -> tuple[int, ...]:
 
 
 def serve_document(
-    setting: Setting, options: ServeOptions, record: "ServingRecord"
+    setting: Setting, options: ServeOptions, record: "ServingRecord", steps: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The document of `dhisparse serve --json`. Times in seconds or as their names say."""
+    """The document of `dhisparse serve --json`. Times in seconds or as their names say.
+
+    Args:
+        setting: what the run ran with.
+        options: what was asked for.
+        record: what was served.
+        steps: what a step took, by requests and verify length.
+    """
     head = dataclasses.asdict(setting)
     requests = [
         dataclasses.asdict(item) | {"tpot": item.tpot, "ttft": item.ttft}
@@ -209,6 +222,7 @@ def serve_document(
         "time": "virtual" if options.virtual else "real",
         "tpot_bound_ms": options.tpot_ms,
         "summary": record.summary(),
+        "steps": steps,
         "series": [dataclasses.asdict(sample) for sample in record.samples],
         "requests": requests,
     }

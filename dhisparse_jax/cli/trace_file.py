@@ -27,7 +27,8 @@ class TraceLine:
     Attributes:
         where: file and line, for messages.
         arrival: seconds from the start.
-        prompt: the prompt's bytes; None where only its length is given.
+        prompt_file: what the prompt was read from; None where only its length is given.
+        prompt: the prompt's bytes; None likewise.
         prompt_tokens: its length where only that is given, else 0.
         output_tokens: tokens to add.
         seed: of the random draws.
@@ -35,6 +36,7 @@ class TraceLine:
 
     where: str
     arrival: float
+    prompt_file: Path | None
     prompt: bytes | None
     prompt_tokens: int
     output_tokens: int
@@ -74,10 +76,12 @@ def _parse(where: str, line: str, folder: Path) -> TraceLine:
     if ("prompt_file" in values) == ("prompt_tokens" in values):
         raise UserError(f"{where}: give either prompt_file or prompt_tokens")
     by_length = "prompt_tokens" in values
+    path = None if by_length else _path(where, values["prompt_file"], folder)
     return TraceLine(
         where=where,
         arrival=_seconds(where, values),
-        prompt=None if by_length else _prompt(where, values["prompt_file"], folder),
+        prompt_file=path,
+        prompt=None if path is None else _prompt(where, path),
         prompt_tokens=_whole(where, values, "prompt_tokens", 1) if by_length else 0,
         output_tokens=_whole(where, values, "output_tokens", 1),
         seed=_whole(where, {"seed": 0} | values, "seed", 0),
@@ -101,10 +105,14 @@ def _whole(where: str, values: dict[str, Any], name: str, least: int) -> int:
     return value
 
 
-def _prompt(where: str, name: object, folder: Path) -> bytes:
+def _path(where: str, name: object, folder: Path) -> Path:
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: prompt_file is {name}; it must be the name of a file")
+    return folder / name
+
+
+def _prompt(where: str, path: Path) -> bytes:
     try:
-        return read_file(str(folder / name))
+        return read_file(str(path))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error

@@ -13,6 +13,8 @@ session.py   a request outside of its row
 job.py       a request on its way through the engine
 ledger.py    what requests hold, and whether another one fits
 roster.py    who is in which row, who waits, who makes room
+flight.py    dispatches between their launch and their landing
+step_times.py  what a step takes, by how many requests take part
 pace.py      how many may run at once, under a bound on the time per token
 engine.py    continuous batching over a fixed number of request rows
 store.py     sessions on disk

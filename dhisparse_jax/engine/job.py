@@ -1,7 +1,6 @@
 """A request on its way through the engine."""
 
 import dataclasses
-import itertools
 from collections.abc import Generator, Sequence
 
 from dhisparse_jax.config import HierarchyConfig
@@ -50,6 +49,16 @@ class Job:
         """Whether the next step is to give it tokens."""
         return self.row is not None and self.prefill is None and self.reason is None
 
+    @property
+    def positions(self) -> int:
+        """Committed positions while it decodes: all of its text but the last token."""
+        return len(self.request.prompt) + len(self.produced) - 1
+
+    def left(self, capacity: int) -> int:
+        """Tokens that it may still produce."""
+        room = capacity - 1 - self.positions
+        return min(self.request.max_new_tokens - len(self.produced), room)
+
     def extend(self, tokens: Sequence[int], capacity: int) -> None:
         """Take in new tokens, at least one, and see whether they end it."""
         self.produced.extend(tokens)
@@ -70,13 +79,21 @@ class Part:
     reason: FinishReason | None
 
 
-def check_request(request: Request, model: ServedModel, cfg: HierarchyConfig) -> None:
-    """Whether a request can ever run.
+def check_request(
+    request: Request, model: ServedModel, cfg: HierarchyConfig, proposals: int
+) -> None:
+    """Whether a request can ever run with a draft of so many proposals.
 
     Raises:
         UserError: its prompt leaves no position to write to or has a token that the model does not
-            know, or it has too many stop tokens.
+            know, or it has too many stop tokens, or the hierarchy has not one verify query more
+            than there are proposals.
     """
+    if cfg.queries != proposals + 1:
+        raise UserError(
+            f"the hierarchy has {cfg.queries} verify queries per step, but a draft of {proposals} "
+            f"tokens needs {proposals + 1}"
+        )
     if len(request.prompt) >= cfg.capacity:
         raise UserError(
             f"{request.name}: the prompt has {len(request.prompt)} tokens, the context is "
@@ -91,8 +108,3 @@ def check_request(request: Request, model: ServedModel, cfg: HierarchyConfig) ->
         raise UserError(
             f"{request.name}: {len(request.stop)} stop tokens; at most {MAX_STOPS} are possible"
         )
-
-
-def youngest(jobs: Sequence[Job], count: int) -> tuple[Job, ...]:
-    """The `count` jobs that go last, the very last one first."""
-    return tuple(itertools.islice(sorted(jobs, key=lambda job: job.rank, reverse=True), count))

@@ -5,6 +5,8 @@ somebody needs it, so admission never waits for memory that can be reclaimed.
 """
 
 import dataclasses
+import operator
+from collections.abc import Iterable
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.memory import free_host_bytes
@@ -25,15 +27,22 @@ class Claim:
     hot_pages: int = 0
     tail_slots: int = 0
 
+    @property
+    def amounts(self) -> tuple[int, int, int, int]:
+        """All of them, in order."""
+        return self.host_rows, self.index_keys, self.hot_pages, self.tail_slots
+
     def __add__(self, other: "Claim") -> "Claim":
         """Sum, field by field."""
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Claim(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        return Claim(*map(operator.add, self.amounts, other.amounts))
+
+    def __sub__(self, other: "Claim") -> "Claim":
+        """Difference, field by field."""
+        return Claim(*map(operator.sub, self.amounts, other.amounts))
 
     def within(self, other: "Claim") -> bool:
         """Whether no amount exceeds the other's."""
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+        return all(map(operator.le, self.amounts, other.amounts))
 
 
 @dataclasses.dataclass
@@ -46,6 +55,7 @@ class Ledger:
         parking: host bytes for requests outside of rows.
         held: claims by request number.
         parked: bytes by request number.
+        used: sum of the claims.
     """
 
     total: Claim
@@ -53,6 +63,7 @@ class Ledger:
     parking: int
     held: dict[int, Claim] = dataclasses.field(default_factory=dict)
     parked: dict[int, int] = dataclasses.field(default_factory=dict)
+    used: Claim = Claim()
 
     @classmethod
     def of(cls, cfg: HierarchyConfig, parking: int | None = None) -> "Ledger":
@@ -67,16 +78,17 @@ class Ledger:
     @property
     def idle(self) -> bool:
         """Nobody holds anything."""
-        return not self.held and not self.parked
+        return not self.held and not self.parked and self.used == Claim()
 
-    def fits(self, without: tuple[int, ...] = ()) -> bool:
+    def fits(self, without: Iterable[int] = ()) -> bool:
         """Whether one more request fits, once those of `without` have left their rows."""
-        claims = (claim for number, claim in self.held.items() if number not in without)
-        return sum(claims, self.claim).within(self.total)
+        freed = sum((self.held[number] for number in without), Claim())
+        return (self.used - freed + self.claim).within(self.total)
 
     def enter(self, number: int) -> None:
         """A request takes a row; what it had parked is free."""
         self.held[number] = self.claim
+        self.used += self.claim
         self.parked.pop(number, None)
 
     def can_park(self, size: int) -> bool:
@@ -85,10 +97,10 @@ class Ledger:
 
     def park(self, number: int, size: int) -> None:
         """A request leaves its row and is kept outside."""
-        del self.held[number]
+        self.leave(number)
         self.parked[number] = size
 
     def leave(self, number: int) -> None:
         """A request ends, or goes back to where it had nothing."""
-        self.held.pop(number, None)
+        self.used -= self.held.pop(number, Claim())
         self.parked.pop(number, None)

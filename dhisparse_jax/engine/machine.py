@@ -29,6 +29,7 @@ from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, check_draft
 from dhisparse_jax.speculation.schedule import Rule, init_load
 from dhisparse_jax.step import MAX_STOPS, DecodeState, Speculation, StepOutput, Texts, no_texts
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.rows import WORD_BYTES
 
 PREFILL_CHUNK = 256
 
@@ -46,12 +47,14 @@ class Machine:
         steps: decode steps in one dispatch. A request that ends inside one idles until its end.
 
     Attributes:
+        steps: as given.
         state: the hierarchy, between steps.
         draft_state: what the drafter keeps of every request.
         load: what the last steps were like, for the rule.
         texts: what every row is writing.
         meter: what the machine does, for the rule.
         sizes: bytes of its parts.
+        stepwise: wait for every piece of prefill, so that what it takes can be known.
         compiled: the jitted functions.
         sharing: who has which host pages.
 
@@ -77,6 +80,7 @@ class Machine:
             )
         check_draft(draft.drafter, cfg)
         self.sizes = check_memory(cfg, draft.drafter)
+        self.steps, self.stepwise = steps, False
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
         commit = self._commit = partial(jax.device_put, device=jax.devices()[0])
@@ -118,6 +122,8 @@ class Machine:
                     self.params, pool, hidden, prompt, jnp.int32(start)
                 )
                 done += 1
+                if self.stepwise:
+                    jax.block_until_ready(hidden)
                 yield PrefillProgress(number, done, total)
             self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
@@ -173,7 +179,7 @@ class Machine:
         )
 
     def dispatch(self) -> StepOutput:
-        """Some decode steps for every row that writes."""
+        """Launch some decode steps for every row that writes; the output is sent to the host."""
         state = DecodeState(
             hierarchy=self.state, draft=self.draft_state, load=self.load, texts=self.texts
         )
@@ -182,6 +188,8 @@ class Machine:
         )
         self.state, self.draft_state = state.hierarchy, state.draft
         self.load, self.texts = state.load, state.texts
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
         return output
 
     def draft_step_seconds(self) -> float:
@@ -210,6 +218,13 @@ class Machine:
     def draft_id(self) -> str:
         """Names the draft: the ring of another one means nothing to it."""
         return fingerprint(self.drafter, self.draft_params)
+
+    def session_bytes(self, positions: int) -> int:
+        """Bytes of the arrays that `capture` copies of so many committed positions."""
+        geometry = self.cfg.geometry
+        words = sum(self.cfg.record_words(pool) for pool in range(self.cfg.pools))
+        keys = self.cfg.pools * geometry.index_width * jnp.dtype(geometry.index_dtype).itemsize
+        return positions * (words * WORD_BYTES + keys) + self.sizes.draft_bytes // self.cfg.requests
 
     def capture(self, row: int, request: Request, draw: int, produced: Sequence[int]) -> Session:
         """Copy everything that a row's request needs to go on; the row stays as it is."""

@@ -1,38 +1,57 @@
 """Pace: how many requests may run at once, and how much is prefilled between two steps.
 
 Without a bound, as many as there are rows, and every prompt at once: most tokens per second. With a
-bound on the time per output token, the number is probed: one more while the slowest running request
-is well below the bound, fewer as soon as it exceeds it. Nobody is sent away for it, who would wait
-longer still: fewer enter. No more is prefilled between two steps than leaves everybody below the
-bound. What a verification costs and gives is the schedule's business: it maximises tokens per
-second of the requests that run, which is to minimise their mean time per token.
+bound on the time per output token, as many as hold it by the measured times of a step; where nobody
+knows about one more, it is tried while there is ample room. Nobody is sent away for the bound, who
+would wait longer still: fewer enter. No more is prefilled between two steps than leaves the running
+requests below the bound. What a verification costs and gives is the schedule's business: it
+maximises tokens per second of the requests that run, so it minimises their mean time per token.
 """
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 
+import numpy as np
+
+from dhisparse_jax.engine.step_times import Known, StepTimes
 from dhisparse_jax.errors import UserError
 
-LEAST = 16
-"""Dispatches after a change of the limit before it may change again."""
+SLOW = 0.05
+"""Share of the running requests that may be slower than the bound: it is held at p95."""
+
+PRIOR = 8.0
+"""Dispatches that the mean of all counts for in the tokens per dispatch of one request: a new one
+is expected to be like the others."""
+
+GROWTH = 4
+"""The limit goes beyond the most that were measured by one in so many at a time, and, but for a
+single one, not beyond what holds if the time is all in proportion."""
+
+PROBE = 64
+"""Dispatches at the limit before one more is tried that is predicted not to hold; doubled by every
+trial that fails."""
+
+LONGEST_PROBE = 2**14
+
+ROOM = 0.9
+"""Share of the bound below which that is done."""
 
 MEMORY = 0.97
 """Weight of the past, per dispatch, in a request's time per token: it is that of some 30 steps, as
 one gap in which others were prefilled says little about a whole text."""
 
-ROOM = 0.8
-"""Share of the bound below which one more request is tried."""
-
-FILL = 0.9
+FILL = 0.97
 """Share of the bound that prefill may bring a running request to."""
 
-QUARANTINE = 8
-"""Dispatches after a reduction in which nobody is added, doubled by every further reduction."""
-
-LONGEST_QUARANTINE = 512
+PIECES = 9
+"""Latest pieces of prefill that the time of the next is the median of."""
 
 DECAY = 0.8
-"""Weight of the past in the moving averages of seconds."""
+"""Weight of the past in the moving averages of a step."""
+
+_LEAST_SECONDS = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,81 +78,139 @@ NO_LIMITS = Limits()
 
 
 @dataclasses.dataclass
+class Seen:
+    """What a running request got.
+
+    Attributes:
+        seconds: that passed of late, a dispatch counting less the older it is.
+        tokens: that it got of late, likewise.
+        every: tokens since it began to decode.
+        dispatches: since then.
+    """
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+    every: int = 0
+    dispatches: int = 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """One more dispatch."""
+        self.seconds = MEMORY * self.seconds + seconds
+        self.tokens = MEMORY * self.tokens + tokens
+        self.every += tokens
+        self.dispatches += 1
+
+
 class Pace:
     """Holds time per output token under a bound.
 
-    Attributes:
+    Args:
         rows: request rows of the engine.
         bound: seconds per output token; None: no bound.
+
+    Attributes:
         limit: requests that may be in rows.
-        seen: seconds and tokens of each running request of late, by its number.
+        times: measured times of a dispatch.
     """
 
-    rows: int
-    bound: float | None = None
-    limit: int = 0
-    seen: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    _step: float = 0.0
-    _piece: float = 0.0
-    _tokens: float = 1.0
-    _since: int = 0
-    _wait: int = 0
-    _quarantine: int = QUARANTINE
-
-    def __post_init__(self) -> None:
-        """Start with everything, or with one request and probe from there."""
-        self.limit = self.rows if self.bound is None else 1
+    def __init__(self, rows: int, bound: float | None = None) -> None:
+        self._rows, self._bound = rows, bound
+        self.limit = rows if bound is None else 1
+        self.times = StepTimes()
+        self._seen: dict[int, Seen] = {}
+        self._pieces: deque[float] = deque(maxlen=PIECES)
+        self._step = self._pauses = 0.0
+        self._tokens = 1.0  # of a request in a dispatch, mean
+        self._at_limit, self._trial, self._patience = 0, 0, PROBE
 
     @property
     def pieces(self) -> int | None:
         """Pieces of prefill that may come between two steps; None: all."""
-        if self.bound is None:
+        if self._bound is None:
             return None
-        if self._piece == 0.0:
+        if not self._pieces:
             return 1
+        allowed = FILL * self._bound
         spare = [
-            FILL * self.bound * (tokens + self._tokens) - seconds - self._step
-            for seconds, tokens in self.seen.values()
+            allowed * (seen.tokens + self._tokens) - seen.seconds - self._step
+            for seen in self._seen.values()
         ]
-        return max(0, int(min(spare, default=0.0) / self._piece))
+        piece = max(median(self._pieces), _LEAST_SECONDS)
+        return max(0, int(_slow(spare) / piece)) if spare else 0
 
-    def add_piece(self, seconds: float) -> None:
-        """Take in the time of one piece of prefill."""
-        self._piece = _average(self._piece, seconds)
+    def add_pause(self, seconds: float, piece: bool) -> None:
+        """Take in time between two steps: of a piece of prefill, or of a request that came back."""
+        self._pauses += seconds
+        if piece:
+            self._pieces.append(seconds)
 
-    def add_step(self, gap: float, step: float, counts: Mapping[int, int]) -> None:
-        """Take in a dispatch, and adjust the limit.
+    def add_dispatch(self, gap: float, counts: Mapping[int, int], verified: int) -> None:
+        """Take in a dispatch, and set the limit anew.
 
         Args:
-            gap: seconds since the dispatch before it ended, while requests were decoding.
-            step: seconds of the dispatch alone.
-            counts: tokens of every request that took part, 1 or more, by its number.
+            gap: seconds since the dispatch before it ended, prefill between them included.
+            counts: tokens of every request that took part, 1 or more, by its number; one at least.
+            verified: queries per request that were verified, on average.
         """
-        if self.bound is None or not counts:
+        step = max(gap - self._pauses, 0.0)
+        self._pauses = 0.0
+        self.times.add(len(counts), verified, step)
+        if self._bound is None:
             return
         self._step = _average(self._step, step)
         self._tokens = _average(self._tokens, sum(counts.values()) / len(counts))
+        self._seen = {number: self._seen.get(number) or Seen() for number in counts}
         for number, count in counts.items():
-            seconds, tokens = self.seen.get(number, (0.0, 0.0))
-            self.seen[number] = (MEMORY * seconds + gap, MEMORY * tokens + count)
-        self.seen = {number: self.seen[number] for number in counts}
-        self._since, self._wait = self._since + 1, max(0, self._wait - 1)
-        if self._since >= LEAST:
-            self._adjust(len(counts), self.bound)
+            self._seen[number].add(gap, count)
+        self._at_limit = self._at_limit + 1 if len(counts) >= self.limit else 0
+        known = self.times.known()
+        if len(known.rows):
+            self._adjust(known, self._bound * self._slow_tokens())
 
-    def _adjust(self, running: int, bound: float) -> None:
-        slowest = max(seconds / tokens for seconds, tokens in self.seen.values())
-        if slowest > bound and self.limit > 1:
-            self._set(max(1, min(self.limit, running) - 1))
-            self._wait = self._quarantine
-            self._quarantine = min(2 * self._quarantine, LONGEST_QUARANTINE)
-        elif slowest < ROOM * bound and self._wait == 0 and running >= self.limit < self.rows:
-            self._set(self.limit + 1)
+    def _slow_tokens(self) -> float:
+        """Tokens per dispatch of a slow request."""
+        prior = PRIOR * self._tokens
+        return _slow(
+            [(seen.every + prior) / (seen.dispatches + PRIOR) for seen in self._seen.values()]
+        )
 
-    def _set(self, limit: int) -> None:
-        """Another limit makes another load: what was seen before says nothing about it."""
-        self.limit, self._since = limit, 0
-        self.seen.clear()
+    def _adjust(self, known: Known, allowed: float) -> None:
+        """Set the limit; a dispatch may take `allowed` seconds."""
+        top = int(known.rows[-1])
+        certain = int(top * allowed / max(float(known.seconds[-1]), _LEAST_SECONDS)) - top
+        most = min(self._rows, top + max(1, min(top // GROWTH, certain)))
+        seconds = known.of(np.arange(1, most + 1))
+        limit = max(1, int((seconds <= allowed).sum()))
+        ample = bool(seconds[limit - 1] <= ROOM * allowed)
+        limit = max(limit, self._try_more(known, limit, ample))
+        if limit != self.limit:
+            self.limit, self._at_limit = limit, 0
+
+    def _try_more(self, known: Known, limit: int, ample: bool) -> int:
+        """One more than `limit` while it is tried what that takes; else 0.
+
+        Prediction says that it does not hold, which may be wrong where nothing was measured.
+
+        Args:
+            known: what was measured.
+            limit: requests that are predicted to hold the bound.
+            ample: they hold it with room to spare.
+        """
+        more = limit + 1
+        if self._trial and self._trial in known.rows:  # it has been measured
+            failed = self._trial > limit
+            self._patience = min(2 * self._patience, LONGEST_PROBE) if failed else PROBE
+            self._trial = 0
+        if more > self._rows or more in known.rows or not ample:
+            self._trial = 0
+        elif self.limit == limit and self._at_limit >= self._patience:
+            self._trial = more
+        return self._trial
+
+
+def _slow(values: list[float]) -> float:
+    """The lowest value but for a share of `SLOW`; of twenty and less, the lowest."""
+    return sorted(values)[int(SLOW * (len(values) - 1))]
 
 
 def _average(past: float, value: float) -> float:

@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Iterator, Sequence
 
-from dhisparse_jax.engine.job import Job, youngest
+from dhisparse_jax.engine.job import Job
 from dhisparse_jax.engine.ledger import Ledger
 from dhisparse_jax.engine.machine import Machine
 
@@ -39,14 +39,20 @@ class Roster:
         self.jobs[job.number] = job
         bisect.insort(self.waiting, job, key=_rank)
 
-    def decoding(self) -> list[Job]:
-        """Those that the next step gives tokens to."""
-        return [job for job in self if job.decoding]
+    def decoding(self) -> dict[int, Job]:
+        """Those that the next step gives tokens to, by row."""
+        return {row: job for row, job in enumerate(self.rows) if job is not None and job.decoding}
+
+    def wanted(self, limit: int) -> bool:
+        """Whether there is something for `entering` to do; changes nothing. Arguments as there."""
+        if any(job.prefill is not None for job in self):
+            return True
+        return bool(self.waiting) and self._victims(self.waiting[0], limit) is not None
 
     def entering(self, limit: int) -> Job | None:
         """The request in prefill, or the first in the queue if it can have a row now.
 
-        Those that come back need no prefill and are in their rows at once.
+        One that comes back needs no prefill: it decodes at once.
 
         Args:
             limit: requests that may be in rows.
@@ -54,32 +60,34 @@ class Roster:
         for job in self:
             if job.prefill is not None:
                 return job
-        while self.waiting and self._make_room(self.waiting[0], limit):
-            job = self.waiting.pop(0)
-            sharing, prompt = self._machine.sharing, job.request.prompt
-            job.row = sharing.best_row([row for row, held in enumerate(self.rows) if held is None])
-            self.rows[job.row] = job
-            self._ledger.enter(job.number)
-            self._machine.quiet(job.row)
-            if job.session is None:
-                entry = sharing.enter(job.row, prompt, self._positions(job))
-                job.prefill = self._machine.prefill(job.row, job.number, prompt, entry)
-                return job
+        victims = self._victims(self.waiting[0], limit) if self.waiting else None
+        if victims is None:
+            return None
+        for victim in victims:
+            self.park(victim)
+        job = self.waiting.pop(0)
+        sharing, prompt = self._machine.sharing, job.request.prompt
+        job.row = sharing.best_row([row for row, held in enumerate(self.rows) if held is None])
+        self.rows[job.row] = job
+        self._ledger.enter(job.number)
+        self._machine.quiet(job.row)
+        if job.session is None:
+            entry = sharing.enter(job.row, prompt, self._positions(job))
+            job.prefill = self._machine.prefill(job.row, job.number, prompt, entry)
+        else:
             self._machine.restore(job.row, job.session)
             job.session = None
-        return None
+        return job
 
     def park(self, job: Job) -> bool:
         """Take a request out of its row into the queue. False where that cannot be done."""
-        if job.row is None or job.reason is not None:
+        size = self._parked_bytes(job)
+        if job.row is None or job.reason is not None or not self._ledger.can_park(size):
             return False
         if job.prefill is None:
-            session = self._machine.capture(job.row, job.request, job.draw, job.produced)
-            if not self._ledger.can_park(session.nbytes):
-                return False
-            job.session = session
+            job.session = self._machine.capture(job.row, job.request, job.draw, job.produced)
         self._vacate(job)
-        self._ledger.park(job.number, 0 if job.session is None else job.session.nbytes)
+        self._ledger.park(job.number, size)
         bisect.insort(self.waiting, job, key=_rank)
         return True
 
@@ -100,25 +108,33 @@ class Roster:
             self._vacate(job)
         self._ledger.leave(job.number)
 
-    def _make_room(self, job: Job, limit: int) -> bool:
-        """Whether a request can enter now; those of lower priority leave for it if they must."""
+    def _victims(self, job: Job, limit: int) -> tuple[Job, ...] | None:
+        """Who leaves so that a waiting request can enter now; None: it has to wait.
+
+        As few as possible, only of lower priority, and the last of them first.
+        """
         running = list(self)
-        lower = [other for other in running if other.rank[0] > job.rank[0]]
+        lower = [other for other in running if other.rank[0] > job.rank[0] and not other.reason]
+        lower.sort(key=_rank, reverse=True)
         for count in range(len(lower) + 1):
-            victims = youngest(lower, count)
-            without = tuple(victim.number for victim in victims)
-            if len(running) - count < limit and self._fits(job, without, victims):
-                return all(self.park(victim) for victim in victims)
-        return False
+            victims = tuple(lower[:count])
+            if len(running) - count < limit and self._fits(job, victims):
+                size = sum(self._parked_bytes(victim) for victim in victims)
+                return victims if self._ledger.can_park(size) else None
+        return None
+
+    def _fits(self, job: Job, victims: Sequence[Job]) -> bool:
+        rows = [victim.row for victim in victims if victim.row is not None]
+        prompt = job.request.prompt if job.session is None else ()
+        host = self._machine.sharing.fits(prompt, self._positions(job), rows)
+        return host and self._ledger.fits([victim.number for victim in victims])
 
     def _positions(self, job: Job) -> int:
         return job.request.end(self._machine.cfg.capacity)
 
-    def _fits(self, job: Job, without: tuple[int, ...], victims: Sequence[Job]) -> bool:
-        rows = [victim.row for victim in victims if victim.row is not None]
-        prompt = job.request.prompt if job.session is None else ()
-        host = self._machine.sharing.fits(prompt, self._positions(job), rows)
-        return host and self._ledger.fits(without)
+    def _parked_bytes(self, job: Job) -> int:
+        """What a request in a row takes outside of it; one in prefill starts anew."""
+        return 0 if job.prefill is not None else self._machine.session_bytes(job.positions)
 
     def _vacate(self, job: Job) -> None:
         assert job.row is not None  # callers ask

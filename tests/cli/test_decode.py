@@ -310,5 +310,5 @@ def test_a_document_does_not_replace_a_prompt(run, prompt):
     path = prompt("a", b"text")
     result = run("decode", "-p", path, "--json", path)
     assert result.code == 2
-    assert result.error.endswith("is also a prompt; name another file")
+    assert result.error.endswith("is also read; name another file")
     assert Path(path).read_bytes() == b"text"

@@ -121,28 +121,40 @@ def test_no_parking_memory_no_preemption(expected):
 
 
 STAGES = {
-    "waiting": 0,
-    "first piece": 1,
-    "mid-prefill": 3,
-    "decoding": 9,
+    "waiting": None,
+    "first piece": (PrefillProgress, 1),
+    "mid-prefill": (PrefillProgress, 3),
+    "first token": (NewTokens, 1),
+    "mid-verify": (NewTokens, 4),
 }
+"""Until how many of which events: from the second token on, the next step is under way."""
+
+
+def reach(served, heard, number, stage):
+    """Work until a request has got so many of these events."""
+    kind, left = stage
+    while left:
+        for event in served.advance():
+            heard.add(event)
+            left -= isinstance(event, kind) and event.request == number
+            if not left:
+                return
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("act", ["cancel", "preempt"])
-@pytest.mark.parametrize("events", STAGES.values(), ids=STAGES)
-def test_at_every_stage(policy, act, events, expected):
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_at_every_stage(policy, act, stage, expected):
     """Others go on with their tokens, and every counter comes back."""
     served, heard = engine(*POLICIES[policy]), Heard()
     other = served.submit(REQUESTS[0])
     advance(served, heard, 2)
     number = served.submit(REQUESTS[1])
-    if events:
-        stream = served.advance()
-        for _ in range(events):
-            heard.add(next(stream))
+    if stage:
+        reach(served, heard, number, stage)
+    assert (served._flight is not None) == (stage in (None, STAGES["mid-verify"]))
     done = getattr(served, act)(number)
-    assert done == (act == "cancel" or events > 0)
+    assert done == (act == "cancel" or stage is not None)
     assert served.counts == ((1, 0) if act == "cancel" else (1, 1))
     drain(served, heard)
     assert heard.tokens[other] == expected[0]
@@ -225,9 +237,11 @@ def test_save_and_resume(expected):
     served, heard = engine(*POLICIES["adaptive"]), Heard()
     numbers = [served.submit(item) for item in REQUESTS[:2]]
     advance(served, heard, 6)
+    delivered = tokens_of(heard, numbers)
     saved = [served.save(number) for number in numbers]
     before = [list(session.produced) for session in saved]
-    assert before == tokens_of(heard, numbers)
+    for produced, known in zip(before, delivered, strict=True):
+        assert len(produced) == len(known) + 1, "the step under way belongs to the session"
     drain(served, heard)
     assert tokens_of(heard, numbers) == expected[:2]
     texts = [[*item.prompt, *tokens] for item, tokens in zip(REQUESTS, expected, strict=True)]
