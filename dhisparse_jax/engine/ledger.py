@@ -28,9 +28,9 @@ class Claim:
     tail_slots: int = 0
 
     @property
-    def amounts(self) -> tuple[int, int, int, int]:
+    def amounts(self) -> tuple[int, int, int]:
         """All of them, in order."""
-        return self.host_rows, self.index_keys, self.hot_pages, self.tail_slots
+        return self.index_keys, self.hot_pages, self.tail_slots
 
     def __add__(self, other: "Claim") -> "Claim":
         """Sum, field by field."""
