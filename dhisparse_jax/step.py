@@ -200,13 +200,16 @@ def forward(
         state: the hierarchy.
         tokens: int32 tokens at positions `length` .. `length + T - 1`.
         live: int32 how many queries of each request count, 0..T; None: all. The others fetch
-            nothing, and their logits mean nothing.
+            nothing, and their logits mean nothing. A request without any is not touched: it may be
+            one whose prompt is still being prefilled.
         taps: layers, from 0, whose residual stream a drafter reads.
 
     Returns:
         Logits, the residual streams after the tapped layers side by side, and the hierarchy.
     """
-    positions = query_positions(state, cfg)
+    positions, active = query_positions(state, cfg), state.active
+    if live is not None:
+        state = dataclasses.replace(state, active=active & (live > 0))
     with jax.named_scope("embed"):
         x = model.embed(params, tokens)
     tapped: dict[int, Float[Array, "R T D"]] = {}
@@ -219,7 +222,7 @@ def forward(
         tapped |= zip(layers_of(cfg.geometry, pool, places), here, strict=True)
     with jax.named_scope("verify"):
         features = jnp.concatenate([x[..., :0], *(tapped[layer] for layer in taps)], axis=-1)
-        return model.logits(params, x), features, state
+        return model.logits(params, x), features, dataclasses.replace(state, active=active)
 
 
 def finish_step(

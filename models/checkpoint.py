@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
 
+from dhisparse_jax.arrays import DATA_FILE_BYTES, Place, Shapes, load_arrays, save_arrays
 from dhisparse_jax.configs.glm import GlmConfig, config_from_values
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.model import GlmModel
@@ -28,11 +26,8 @@ from dhisparse_jax.models.params import (
     flatten,
     unflatten,
 )
-from dhisparse_jax.models.stream import Place, on_first_device
+from dhisparse_jax.models.stream import on_first_device
 from dhisparse_jax.models.text import few
-
-# Orbax fills data files up to about this size; small enough for hosts that limit file sizes.
-_DATA_FILE_BYTES = 4 * 2**20
 
 OWN_WEIGHTS = "params"
 """The folder of weights in a checkpoint that is written here; published ones have none."""
@@ -57,24 +52,9 @@ def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) ->
     save_json(directory / CONFIG_FILE, dataclasses.asdict(config))
 
 
-def save_weights(path: Path, flat: Flat, file_bytes: int = _DATA_FILE_BYTES) -> None:
-    """Writes flat weights as an Orbax folder, replacing the one at `path`.
-
-    Args:
-        path: the folder.
-        flat: the weights.
-        file_bytes: about how large a file of it becomes at most.
-    """
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Host arrays, so that the files say nothing about devices.
-    hosts = jax.tree.map(np.asarray, flat)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(
-            path,
-            args=ocp.args.PyTreeSave(hosts, ocdbt_target_data_file_size=file_bytes),
-            force=True,
-        )
+def save_weights(path: Path, flat: Flat, file_bytes: int = DATA_FILE_BYTES) -> None:
+    """Writes flat weights as an Orbax folder, replacing the one at `path`; see `save_arrays`."""
+    save_arrays(path, flat, file_bytes)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -117,27 +97,15 @@ def restore_weights(
     Raises:
         UserError: No weights there, damaged ones, or some missing, left over, or wrongly shaped.
     """
-    path = path.absolute()
-    if not path.is_dir():
-        raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        try:
-            found = checkpointer.metadata(path).item_metadata.tree
-            _check(expected, {name: tuple(leaf.shape) for name, leaf in found.items()})
-            where = {
-                name: ocp.ArrayRestoreArgs(
-                    restore_type=jax.Array, sharding=place(name, tuple(leaf.shape))
-                )
-                for name, leaf in found.items()
-            }
-            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=where))
-        # Orbax and TensorStore have no error class for damaged files.
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"the checkpoint in {path} is damaged: {reason}") from error
+    try:
+        return load_arrays(path, lambda shapes: _check(expected, shapes), place)
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing") from None
+    except ValueError as error:
+        raise UserError(f"the checkpoint in {path} is damaged: {error}") from error
 
 
-def _check(expected: Flat, found: dict[str, tuple[int, ...]]) -> None:
+def _check(expected: Flat, found: Shapes) -> None:
     """Names and shapes agree."""
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:

@@ -16,13 +16,11 @@ from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
+from dhisparse_jax.arrays import Place
 from dhisparse_jax.models.params import Flat
 
 BLOCK_BYTES = 8 * 2**20
 """Of the result; reading, dequantising and transposing a block takes a few times that."""
-
-Place = Callable[[str, tuple[int, ...]], Sharding]
-"""Where an array goes, from its name and shape."""
 
 ReadRows = Callable[[str, slice, bool], np.ndarray]
 """Some rows of a tensor, from its name; as they are stored or, if they have scales, multiplied."""

@@ -1,9 +1,14 @@
 """What an option refuses, with the value. Typer's own ranges let NaN through."""
 
+import math
+
 import typer
 
 AUTO = "auto"
 """A length that the program chooses."""
+
+SEEDS = 2**32
+"""Seeds are below it."""
 
 MOST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -47,6 +52,13 @@ def probability(value: float) -> float:
 
 def seed_value(value: int) -> int:
     """Refuse what does not fit the 32 bits of a seed."""
-    if not 0 <= value < 2**32:
-        raise typer.BadParameter(f"{value} is not in the range 0 to {2**32 - 1}")
+    if not 0 <= value < SEEDS:
+        raise typer.BadParameter(f"{value} is not in the range 0 to {SEEDS - 1}")
+    return value
+
+
+def milliseconds(value: float | None) -> float | None:
+    """Refuse 0 and less, NaN and infinity; None is an option that was not given."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"{value} is not a number above 0")
     return value

@@ -1,7 +1,6 @@
 """`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
 
 import contextlib
-import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, decode_document, output_file
+from dhisparse_jax.cli.report import OutputFile, check_outputs, decode_document, output_file
 from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.errors import UserError
 
@@ -91,7 +90,8 @@ def run(options: DecodeOptions) -> None:
     # What can be refused without a model is refused before one is loaded.
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
-    check_outputs(options)
+    written = {"--json": options.json, "--record-selections": options.record_selections}
+    check_outputs(written, options.prompt_files)
     selections = output_file(options.record_selections, "--record-selections")
     with output_file(options.json) as output, selections as selected:
         work(options, prompts, output, selected)
@@ -217,17 +217,6 @@ def follow(
             record.add(event)
             display.show(event)
             check_interrupt()
-
-
-def check_outputs(options: DecodeOptions) -> None:
-    """Raises UserError where what is written would replace a prompt, or one file the other."""
-    json, selections = options.json, options.record_selections
-    for option, path in (("--json", json), ("--record-selections", selections)):
-        for name in options.prompt_files:
-            if path and name != "-" and path.exists() and os.path.samefile(path, name):
-                raise UserError(f"{option} {path} is also a prompt; name another file")
-    if json and selections and os.path.realpath(json) == os.path.realpath(selections):
-        raise UserError(f"--json and --record-selections are both {json}; name two files")
 
 
 def check_trace_dir(path: Path | None) -> None:

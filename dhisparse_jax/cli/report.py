@@ -1,15 +1,17 @@
 """The JSON documents: written whole or not at all. Knows nothing about display."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from dhisparse_jax.cli.prompts import STANDARD_INPUT
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,6 +84,26 @@ def document_text(document: dict[str, Any], *, allow_nan: bool = False) -> str:
     """The document indented, but with a line per list of numbers."""
     text = json.dumps(document, indent=2, allow_nan=allow_nan) + "\n"
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+
+
+def check_outputs(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
+    """Whether no file that is written replaces one that is read, or another one that is written.
+
+    Args:
+        written: files by the option that names them; None for none.
+        read: files; - is standard input.
+
+    Raises:
+        UserError: one does.
+    """
+    given = [(option, path) for option, path in written.items() if path]
+    for option, path in given:
+        for name in read:
+            if str(name) != STANDARD_INPUT and path.exists() and os.path.samefile(path, name):
+                raise UserError(f"{option} {path} is also read; name another file")
+    for (first, path), (second, other) in itertools.combinations(given, 2):
+        if os.path.realpath(path) == os.path.realpath(other):
+            raise UserError(f"{first} and {second} are both {path}; name two files")
 
 
 class OutputFile:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.engine.events import Event
+    from dhisparse_jax.engine.pace import Limits
     from dhisparse_jax.models.registry import LoadedModel
     from dhisparse_jax.speculation.protocol import Draft, Drafter
     from dhisparse_jax.speculation.schedule import Rule
@@ -83,6 +84,7 @@ def make_engine(
     queries: int = 1,
     draft: "Draft | None" = None,
     auto: bool = False,
+    limits: "Limits | None" = None,
 ) -> "Engine":
     """An engine with room for the work at hand.
 
@@ -94,6 +96,7 @@ def make_engine(
         queries: tokens per request and step: known ones, or the anchor and what a draft proposes.
         draft: what proposes tokens; None: nothing.
         auto: verify as many of them as pay.
+        limits: what the engine is held to; None: nothing.
 
     Raises:
         UserError: the pools do not fit into memory.
@@ -101,6 +104,7 @@ def make_engine(
     from dhisparse_jax.config import HierarchyConfig, Policy
     from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.engine.memory import default_hot_rows
+    from dhisparse_jax.engine.pace import NO_LIMITS
     from dhisparse_jax.speculation import protocol
 
     geometry = loaded.model.geometry
@@ -119,7 +123,9 @@ def make_engine(
     )
     draft = draft or protocol.NO_DRAFT
     rule = rule_of(draft.drafter, auto)
-    return Engine(loaded.model, loaded.params, config, draft=draft, rule=rule)
+    return Engine(
+        loaded.model, loaded.params, config, draft=draft, rule=rule, limits=limits or NO_LIMITS
+    )
 
 
 def teacher_force(

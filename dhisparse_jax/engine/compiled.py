@@ -1,7 +1,6 @@
 """The jitted functions of one engine. Each is traced once; lengths, budgets and load are arrays."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,12 @@ from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
+from dhisparse_jax.prefill import OpenPrompt, Prompt
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
 from dhisparse_jax.speculation.schedule import Load, join_load
 from dhisparse_jax.step import Speculation, Texts, decode_steps, finish_step, forward
-
-if TYPE_CHECKING:
-    from dhisparse_jax.prefill import OpenPrompt, Prompt
 
 
 @pytree
@@ -88,6 +85,9 @@ class Compiled:
         self.draft_step = jax.jit(partial(_draft_step, model, drafter))
         self.draft_prompt = jax.jit(partial(_draft_prompt, drafter, chunk), donate_argnums=1)
         self.draft_reset = jax.jit(lambda *args: drafter.reset(*args), donate_argnums=0)
+        self.capture = jax.jit(partial(_capture, cfg), static_argnums=1)
+        self.draft_row = jax.jit(lambda *args: _take_row(*args))
+        self.set_draft_row = jax.jit(lambda *args: _put_row(*args), donate_argnums=0)
         # A function of its own: jit caches by function, so engines would share and count one.
         self.set_text = jax.jit(lambda *args: _set_text(*args), donate_argnums=(0, 1))
 
@@ -115,7 +115,7 @@ def _begin_prompt(
     pool: int,
     row: Int[Array, ""],
     entry: Entry,
-) -> "Prompt":
+) -> Prompt:
     return prefill.begin_prompt(cfg, chunk, state, pool, row, entry.source, entry.shared)
 
 
@@ -195,11 +195,36 @@ def _draft_prompt(  # noqa: PLR0913  # what jit binds, and what it is called wit
     piece = lax.dynamic_slice_in_dim(taps, own % taps.shape[1], chunk, axis=1)
     piece = jnp.where(own >= 0, piece, 0)
     features = jnp.moveaxis(piece, 0, 1).reshape(1, chunk, -1)
-    mine = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), state)
+    mine = _take_row(state, row)
     count = jnp.minimum(length - start, chunk)
     mine = drafter.commit(params, mine, features, start[None], count[None])
+    return _put_row(state, row, mine)
+
+
+def _take_row(state: DraftState, row: Int[Array, ""]) -> DraftState:
+    """One row of a draft state, by itself."""
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), state)
+
+
+def _put_row(state: DraftState, row: Int[Array, ""], mine: DraftState) -> DraftState:
+    """The reverse of `_take_row`."""
     put = lambda every, one: lax.dynamic_update_slice_in_dim(every, one, row, axis=0)
     return jax.tree.map(put, state, mine)
+
+
+def _capture(
+    cfg: HierarchyConfig,
+    state: HierarchyState,
+    pool: int,
+    row: Int[Array, ""],
+    length: Int[Array, ""],
+) -> Prompt:
+    """Host records and index keys of one pool and row; undefined from `length` on."""
+    room = jnp.zeros((cfg.capacity, cfg.record_words(pool)), jnp.int32)
+    return Prompt(
+        records=requests.recall(state, cfg, pool, state.host_page_of[row], length, room),
+        keys=state.pools[pool].index_keys[row],
+    )
 
 
 def _admit(
@@ -207,7 +232,7 @@ def _admit(
     state: HierarchyState,
     pool: int,
     row: Int[Array, ""],
-    prompt: "Prompt",
+    prompt: Prompt,
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
@@ -223,20 +248,20 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
     params: Params,
     pool: int,
     hidden: Hidden,
-    prompt: "Prompt",
+    prompt: Prompt,
     start: Int[Array, ""],
-) -> tuple[Hidden, "Prompt"]:
+) -> tuple[Hidden, Prompt]:
     """One chunk of a prompt through one group; `hidden` is updated in place.
 
     `start` is the first row of the chunk in `hidden.now`.
     """
 
     def attend_it(
-        opened: "OpenPrompt",
+        opened: OpenPrompt,
         layer: int,
         row: Float[Array, "1 T width"],
         query: Float[Array, "1 T H width"],
-    ) -> tuple[Float[Array, "1 T H value"], "OpenPrompt"]:
+    ) -> tuple[Float[Array, "1 T H value"], OpenPrompt]:
         return prefill.attend_prompt(opened, cfg, layer, row, query)
 
     x = lax.dynamic_slice_in_dim(hidden.now, start, chunk)[None]

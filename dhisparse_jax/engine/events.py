@@ -10,8 +10,8 @@ from jaxtyping import Int
 from dhisparse_jax.config import HierarchyConfig
 from pallas_kernels.plan.types import PlanCounts
 
-FinishReason = Literal["length", "stop", "context"]
-"""length: max_new_tokens reached; stop: a stop token; context: no position left."""
+FinishReason = Literal["length", "stop", "context", "cancelled"]
+"""length: max_new_tokens reached; stop: a stop token; context: no position left; cancelled."""
 
 
 @dataclasses.dataclass(frozen=True)

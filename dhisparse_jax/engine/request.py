@@ -2,11 +2,8 @@
 
 import dataclasses
 
-from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.model import ServedModel
 from dhisparse_jax.sampling import Sampling
-from dhisparse_jax.step import MAX_STOPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,26 +36,3 @@ class Request:
     def end(self, capacity: int) -> int:
         """Position of the last token that it may emit, and how many it commits at most."""
         return min(len(self.prompt) + self.max_new_tokens, capacity) - 1
-
-
-def check_request(request: Request, model: ServedModel, cfg: HierarchyConfig) -> None:
-    """Whether a row can take a request.
-
-    Raises:
-        UserError: its prompt leaves no position to write to or has a token that the model does not
-            know, or it has too many stop tokens.
-    """
-    if len(request.prompt) >= cfg.capacity:
-        raise UserError(
-            f"{request.name}: the prompt has {len(request.prompt)} tokens, the context is "
-            f"{cfg.capacity}; shorten the prompt to at most {cfg.capacity - 1}"
-        )
-    for token in (min(request.prompt), max(request.prompt)):
-        if not 0 <= token < model.vocabulary:
-            raise UserError(
-                f"{request.name}: token {token} is outside the vocabulary of {model.vocabulary}"
-            )
-    if len(request.stop) > MAX_STOPS:
-        raise UserError(
-            f"{request.name}: {len(request.stop)} stop tokens; at most {MAX_STOPS} are possible"
-        )

@@ -93,16 +93,20 @@ class Sharing:
                 "tokens together, or raise host_pages"
             )
 
-    def fits(self, prompt: Sequence[int], positions: int) -> bool:
-        """Whether a request that commits so many positions can enter now.
+    def fits(self, prompt: Sequence[int], positions: int, without: Sequence[int] = ()) -> bool:
+        """Whether a request that commits so many positions can enter, once rows have been left.
 
         Asking again before anything has changed costs nothing.
         """
         refused = self._refused
-        if refused is not None and refused[0] is prompt and refused[1] <= positions:
+        if not without and refused and refused[0] is prompt and refused[1] <= positions:
             return False
-        fits = self._plan(prompt, positions) is not None
-        self._refused = None if fits else (prompt, positions)
+        users = self.pages.users.copy()
+        for row in without:
+            users[self._pages_of[row]] -= 1
+        fits = self._plan(prompt, positions, users) is not None
+        if not without:
+            self._refused = None if fits else (prompt, positions)
         return fits
 
     def best_row(self, free: Sequence[int]) -> int:
@@ -121,7 +125,7 @@ class Sharing:
         Raises:
             UserError: it does not fit.
         """
-        plan = self._plan(prompt, positions)
+        plan = self._plan(prompt, positions, self.pages.users)
         if plan is None:
             size = self._cfg.host_page
             raise UserError(
@@ -171,7 +175,9 @@ class Sharing:
         self._prefixes.remove(row)
         self.pages.forget(self._pages_of.pop(row))
 
-    def _plan(self, prompt: Sequence[int], positions: int) -> _Plan | None:
+    def _plan(
+        self, prompt: Sequence[int], positions: int, users: Int[np.ndarray, " pages"]
+    ) -> _Plan | None:
         """The most that can be shared; None if the request does not fit whatever is shared."""
         prefix = self._prefixes.longest(prompt[:-1])  # the last token gives the first new one
         whole = prefix.length // self._cfg.host_page
@@ -181,8 +187,7 @@ class Sharing:
             plan = _Plan(
                 Prefix(prefix.row, length), source, whole, self.pages_for(positions) - whole
             )
-            idle = int((self.pages.users[source] == 0).sum())
-            if plan.fresh <= self.pages.unused - idle:
+            if plan.fresh <= (users == 0).sum() - (users[source] == 0).sum():
                 return plan
         return None
 

@@ -310,9 +310,9 @@ def test_a_document_does_not_replace_a_prompt(run, prompt):
     path = prompt("a", b"text")
     result = run("decode", "-p", path, "--json", path)
     assert result.code == 2
-    assert result.error.endswith("is also a prompt; name another file")
+    assert result.error.endswith("is also read; name another file")
     result = run("decode", "-p", path, "--record-selections", path)
-    assert result.error == f"--record-selections {path} is also a prompt; name another file"
+    assert result.error == f"--record-selections {path} is also read; name another file"
     assert Path(path).read_bytes() == b"text"
 
 

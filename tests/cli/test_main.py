@@ -10,7 +10,7 @@ from dhisparse_jax.cli.options import PolicyName
 from dhisparse_jax.config import Policy
 from dhisparse_jax.errors import UserError
 
-COMMANDS = ("decode", "evaluate", "verify-hf")
+COMMANDS = ("decode", "evaluate", "serve", "verify-hf")
 
 
 def test_help_names_the_commands(run):
@@ -39,7 +39,7 @@ def test_version_names_the_package_and_jax(run):
 
 
 def test_unknown_command_is_refused(run):
-    assert run("serve").error == "No such command 'serve'; see dhisparse --help"
+    assert run("sing").error == "No such command 'sing'; see dhisparse --help"
 
 
 def test_user_error_is_one_line(run, monkeypatch):

@@ -1,12 +1,17 @@
 """One program per function for every load, and no copy of the state from step to step."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.engine import compiled
 from dhisparse_jax.engine.forced import forced_logits
-from dhisparse_jax.hierarchy.state import HOST_KIND
+from dhisparse_jax.hierarchy.state import HOST_KIND, abstract
 from dhisparse_jax.sampling import Sampling
+from tests.support.lowering import lowered_kernels
 from tests.support.serving import CONTEXT, POLICIES, engine, prompt, request, run
 
 COMPILED = []
@@ -103,3 +108,26 @@ def test_host_pools_stay_in_host_memory(served):
     assert seen == [{HOST_KIND}] * len(seen)
     device = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(served.state.hot)}
     assert HOST_KIND not in device
+
+
+def test_a_session_is_read_by_the_retrieval_kernel(monkeypatch):
+    """At GLM-5.3's sizes; XLA would copy the whole host pool."""
+    triton = partial(compiled.retrieve_op, backend="triton")
+    monkeypatch.setattr(compiled, "retrieve_op", triton)
+    geometry = Geometry(
+        row=RowFormat(576, 512, "bfloat16"),
+        layers_per_pool=(1, 4),
+        top_k=2048,
+        index_width=128,
+        index_dtype="bfloat16",
+        scale=1.0,
+    )
+    cfg = HierarchyConfig(
+        geometry=geometry, policy=Policy.ADAPTIVE, requests=16, capacity=100_000, hot_rows=28_000
+    )
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for pool in range(cfg.pools):
+        capture = lambda state, row, length, pool=pool: compiled._capture(
+            cfg, state, pool, row, length
+        )
+        assert lowered_kernels(capture, abstract(cfg), number, number) == 1

@@ -130,7 +130,7 @@ def test_texts_give_way_to_requests_oldest_first():
     assert own.best_row([2, 1, 0]) == 0
     for positions, known in ((20, [0, 8, 8]), (24, [0, 0, 8]), (28, [0, 0, 8]), (29, [0, 0, 0])):
         own.enter(0, [9] * positions, positions)
-        assert [own._plan([*text, 5], 1).prefix.length for text in texts] == known
+        assert [own._plan([*text, 5], 1, own.pages.users).prefix.length for text in texts] == known
         own.leave(0)
 
 
@@ -163,7 +163,7 @@ def test_asking_again_looks_again_only_after_a_change(monkeypatch):
     plan = own._plan
     monkeypatch.setattr(own, "_plan", lambda *asked: looked.append(asked) or plan(*asked))
     assert [own.fits(long, positions) for positions in (9, 9, 10, 8)] == [False] * 3 + [True]
-    assert [positions for _, positions in looked] == [9, 8]
+    assert [positions for _, positions, _ in looked] == [9, 8]
     assert not own.fits(long, 9)
     own.leave(0)
     assert own.fits(long, 9)

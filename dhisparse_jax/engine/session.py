@@ -1,0 +1,148 @@
+"""A request outside of its row: what it needs to go on, in plain host arrays."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from dhisparse_jax.config import Geometry, HierarchyConfig
+from dhisparse_jax.engine.request import Request
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.model import Params
+
+SAMPLED = 64
+"""Numbers of a weight that its model's name depends on."""
+
+IMPORTED = "none"
+"""The draft of a session whose history no draft has read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A request that stopped between two steps, with n = len(text) - 1 committed positions.
+
+    Draws depend on seed, number and position alone, so `request` and `draw` are the whole state of
+    the sampler.
+
+    Attributes:
+        model: which model made it, see `fingerprint`.
+        draft: which draft.
+        request: what was asked for.
+        draw: number that its random draws depend on.
+        produced: tokens emitted so far. The last token of `text` is not read yet.
+        records: host records by position, per pool.
+        keys: index keys by position, per pool.
+        ring: what the drafter kept of the row: leaves whose first axis has one row.
+    """
+
+    model: str
+    draft: str
+    request: Request
+    draw: int
+    produced: tuple[int, ...]
+    records: tuple[Int[np.ndarray, "n _"], ...]
+    keys: tuple[Float[np.ndarray, "n index"], ...]
+    ring: tuple[np.ndarray, ...]
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Prompt and produced tokens."""
+        return self.request.prompt + self.produced
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(leaf.nbytes for leaf in (*self.records, *self.keys, *self.ring))
+
+    def allowing(self, max_new_tokens: int | None) -> "Session":
+        """The same with another limit of new tokens, or with its own.
+
+        Raises:
+            UserError: it has produced that many already.
+        """
+        limit = self.request.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if limit <= len(self.produced):
+            raise UserError(
+                f"{self.request.name}: the session has produced {len(self.produced)} tokens of "
+                f"{limit}; raise max-new-tokens"
+            )
+        return dataclasses.replace(
+            self, request=dataclasses.replace(self.request, max_new_tokens=limit)
+        )
+
+
+def fingerprint(sizes: object, params: Params) -> str:
+    """A name for a model: its sizes, and a sample of every weight.
+
+    Args:
+        sizes: whatever says what it is, with a `repr` that is the same in every process.
+        params: the weights, whose names, shapes, dtypes and some numbers count.
+    """
+    digest = hashlib.sha256(repr(sizes).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            continue
+        stride = max(1, leaf.size // SAMPLED)
+        digest.update(np.asarray(leaf.reshape(-1)[::stride][:SAMPLED]).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def imported(
+    model: str,
+    request: Request,
+    records: Sequence[Int[np.ndarray, "n _"]],
+    keys: Sequence[Float[np.ndarray, "n index"]],
+) -> Session:
+    """A session of KV computed elsewhere: that of all tokens of the prompt but the last.
+
+    Args:
+        model: `Machine.model_id` of the model that the records are of.
+        request: its prompt has n + 1 tokens; the last one is read by the first step.
+        records: packed rows by position, per pool: layers side by side, padded to whole records.
+        keys: index keys by position, per pool.
+    """
+    return Session(
+        model=model,
+        draft=IMPORTED,
+        request=request,
+        draw=0,
+        produced=(),
+        records=tuple(records),
+        keys=tuple(keys),
+        ring=(),
+    )
+
+
+def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
+    """Whether a session can go on in an engine.
+
+    Raises:
+        UserError: it is of another model, or damaged, or too long.
+    """
+    name, length = session.request.name, len(session.text) - 1
+    if session.model != model:
+        raise UserError(
+            f"{name}: the session is of model {session.model}, this is {model}; load its model"
+        )
+    if length < 1:
+        raise UserError(f"{name}: the session has {length} positions; submit its request instead")
+    if length + 1 >= cfg.capacity:
+        raise UserError(
+            f"{name}: the session has {length} positions and the token after them, the context is "
+            f"{cfg.capacity}; it must be at least {length + 2}"
+        )
+    wanted = _shapes(cfg.geometry, cfg, length)
+    found = [(pool.shape, keys.shape) for pool, keys in zip(session.records, session.keys)]  # noqa: B905  # compared below
+    if found != wanted or len(session.records) != len(session.keys):
+        raise UserError(f"{name}: records and keys have shapes {found}; needed are {wanted}")
+
+
+def _shapes(
+    geometry: Geometry, cfg: HierarchyConfig, length: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    keys = (length, geometry.index_width)
+    return [((length, cfg.record_words(pool)), keys) for pool in range(cfg.pools)]

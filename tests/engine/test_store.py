@@ -1,0 +1,167 @@
+"""Sessions on disk: continued elsewhere, kept through a kill, refused when they are not right."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from dhisparse_jax.engine import store
+from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.request import Request
+from dhisparse_jax.engine.session import Session, imported
+from dhisparse_jax.engine.store import load_session, save_session
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.sampling import Sampling
+from tests.support.host import host_rows
+from tests.support.jobs import Heard, alone, drain
+from tests.support.serving import CHUNK, POLICIES, config, drafted, engine, model, request
+from tests.support.toy_draft import toy_draft
+
+
+def small(produced=(5,)):
+    """A session without an engine."""
+    return Session(
+        model="m",
+        draft="d",
+        request=Request(
+            name="it", prompt=(1, 2, 3), max_new_tokens=9, sampling=Sampling(seed=3), stop=(4,)
+        ),
+        draw=2,
+        produced=produced,
+        records=(np.arange(96, dtype=np.int32).reshape(3, 32),),
+        keys=(np.ones((3, 6), jax.dtypes.bfloat16),),
+        ring=(np.zeros((1, 2), np.float32),),
+    )
+
+
+def equal(one, other):
+    plain = lambda session: dataclasses.replace(session, records=(), keys=(), ring=())
+    arrays = lambda session: (*session.records, *session.keys, *session.ring)
+    same = all(
+        np.array_equal(a, b) and a.dtype == b.dtype
+        for a, b in zip(arrays(one), arrays(other), strict=True)
+    )
+    return same and plain(one) == plain(other)
+
+
+def test_load_gives_what_was_saved(tmp_path):
+    save_session(tmp_path / "s", small())
+    assert equal(load_session(tmp_path / "s"), small())
+    save_session(tmp_path / "s", small((5, 6)))
+    assert equal(load_session(tmp_path / "s"), small((5, 6)))
+    assert len(list((tmp_path / "s").iterdir())) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_continues_from_disk_with_the_same_tokens(tmp_path, policy):
+    """Saved under adaptive with a draft; the sampler goes on where it was."""
+    asked = request(20, 30, seed=1)
+    expected = alone(asked)
+    served, heard = drafted(*POLICIES["adaptive"], toy_draft([[*asked.prompt, *expected]])), Heard()
+    number = served.submit(asked)
+    for _ in range(3):
+        for event in served.advance():
+            heard.add(event)
+    save_session(tmp_path, served.save(number))
+    session = load_session(tmp_path)
+    assert 2 < len(session.produced) < 30
+    other = engine(*POLICIES[policy])
+    resumed = other.resume(session)
+    assert [*session.produced, *drain(other).tokens[resumed]] == expected
+    again = served.resume(session)  # with the ring
+    assert [*session.produced, *drain(served, heard).tokens[again]] == expected
+    assert heard.tokens[number] == expected
+
+
+def test_other_weights_are_another_model():
+    served, other = engine(*POLICIES["fixed"]), model()[0]
+    number = served.submit(request(20, 5, seed=1))
+    list(served.advance())
+    session = served.save(number)
+    drain(served)
+    stranger = Engine(other, other.init(1), config(*POLICIES["fixed"]), chunk=CHUNK)
+    with pytest.raises(UserError, match=r"20\+5: the session is of model .* load its model"):
+        stranger.resume(session)
+
+
+def test_imported_history_is_continued(tmp_path):
+    """KV of a prompt but its last token, taken from another engine's host pools by hand."""
+    asked = request(20, 12, seed=1)
+    source = engine("resident", 1)
+    number = source.submit(dataclasses.replace(asked, prompt=asked.prompt[:-1]))
+    list(source.advance())
+    row = next(n for n, job in enumerate(source._roster.rows) if job is not None)
+    state, size = jax.device_get(source.state), len(asked.prompt) - 1
+    rows = host_rows(source.cfg, state)[row, :size]
+    session = imported(
+        source.model_id,
+        asked,
+        [pool.host[rows] for pool in state.pools],
+        [pool.index_keys[row, :size] for pool in state.pools],
+    )
+    source.cancel(number)
+    drain(source)
+    for served in (engine(*POLICIES["fixed"]), drafted("fixed", 4, toy_draft())):
+        resumed = served.resume(session)
+        assert drain(served).tokens[resumed] == alone(asked)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.engine.test_store import small
+from dhisparse_jax.engine import store
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "writing":
+    store._head = die
+else:
+    Path.rename = die
+store.save_session(Path(sys.argv[1]), small((5, 6, 7)))
+"""
+
+
+@pytest.mark.parametrize("when", ["writing", "renaming"])
+def test_kill_leaves_the_old_save_intact(tmp_path, when):
+    save_session(tmp_path, small())
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".2.part", "1"]
+    assert equal(load_session(tmp_path), small())
+    save_session(tmp_path, small((8,)))
+    assert equal(load_session(tmp_path), small((8,)))
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ValueError("x: No space left on device")]
+)
+def test_full_disk(tmp_path, monkeypatch, error):
+    save_session(tmp_path, small())
+
+    def fail(path, arrays):
+        path.mkdir()
+        raise error
+
+    monkeypatch.setattr(store, "save_arrays", fail)
+    with pytest.raises(UserError, match=r"does not fit on the disk .* 428 bytes, \d+ are free"):
+        save_session(tmp_path, small((6,)))
+    assert equal(load_session(tmp_path), small())
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no session"):
+        load_session(tmp_path / "nothing")
+    save_session(tmp_path, small())
+    head = tmp_path / "1" / "session.json"
+    head.write_text(json.dumps(json.loads(head.read_text()) | {"format": 0}))
+    with pytest.raises(UserError, match="of format 0, this is 1"):
+        load_session(tmp_path)
+    head.write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        load_session(tmp_path)
