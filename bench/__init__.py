@@ -2,19 +2,25 @@
 
 Commands
     load_sweep    the policies against the load, on the bundled model
+    load_step     fetched share while the load goes up and down, simulated at 100K context
+    simulate      what policies fetch for recorded or calibrated selections, without a model
     speculation   drafts and draft lengths against the load, on the bundled model
     kernels       every operation against its floor
     tune          variants of the kernels that have a choice, each checked before it is timed
     tune_select   variants of the plan and of top-K, compared with the references and timed
     link          reads and writes of host memory by record size and span
     traces        the cache curve of the trace model beside the published one
-    plots         pictures from committed results
+    plots         pictures from committed results, or from runs of `dhisparse serve`
 What they share
     record.py     what every result says about the machine
     timing.py     median time of a chain of calls
     roofline.py   measured floors, and the bound of a call
     work.py       what a case is
     caches.py     reference caches: LRU, FIFO, random, Belady
+    script.py     what requests select, step by step
+    simulator.py  the real bookkeeping without a model and records
+    crowd.py      requests that come and go in the simulator
+    replay.py     a recording as it happened, or with another draft
     plan_steps.py operands of the plan on traces
     pools.py      large host pools whose records can be checked
     variants.py   tunings that `tune` compares

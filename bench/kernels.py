@@ -31,7 +31,7 @@ from bench.ops import (
     top_k,
 )
 from bench.ops.copies import CopySizes
-from bench.record import environment, write
+from bench.record import environment, save, write
 from bench.roofline import Bound, Floors, Traffic, bound, measure_floors
 from bench.timing import RUNS, Timing, measure
 from bench.work import AnyWork, Case, WrongResultError
@@ -239,7 +239,11 @@ def main(
         if case in job.case
     ]
     jobs.sort(key=lambda job: job.pools)
-    rows = [run(job, floors, backend, runs) for job in jobs]
+    about = {"bench": "kernels", **environment(), "small": small, "floors": floors._asdict()}
+    rows: list[Row] = []
+    for job in jobs:
+        rows.append(run(job, floors, backend, runs))
+        save(about | {"rows": rows}, json)  # a run that is stopped keeps what it measured
     report("kernels", floors, rows, json, small=small)
 
 

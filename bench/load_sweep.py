@@ -61,14 +61,27 @@ def main(
 def make_requests(
     loaded: registry.LoadedModel, count: int, prompt_bytes: int, new_tokens: int
 ) -> list[Request]:
-    """So many pieces of the left-out texts, each to be gone on with: their beginnings first."""
-    texts, requests = list(load_evaluation().items()), list[Request]()
-    for number in range(count):
-        name, text = texts[number % len(texts)]
-        start = number // len(texts) * prompt_bytes % max(1, len(text) - prompt_bytes)
-        prompt = loaded.tokenizer.encode(cut_after_head(text[start:], prompt_bytes))
-        requests.append(Request(name=name, prompt=prompt, max_new_tokens=new_tokens))
-    return requests
+    """Pieces of left-out texts, each to be gone on with: the heads of all, then parts further on.
+
+    Raises:
+        ValueError: if the texts have not so many pieces.
+    """
+    texts = load_evaluation()
+    requests: list[Request] = []
+    for part in range(0, max(map(len, texts.values())), prompt_bytes):
+        for name, text in texts.items():
+            piece = cut_after_head(text[part:], prompt_bytes)
+            if len(text) - part >= prompt_bytes:
+                requests.append(
+                    Request(
+                        name=f"{name}+{part}",
+                        prompt=loaded.tokenizer.encode(piece),
+                        max_new_tokens=new_tokens,
+                    )
+                )
+    if len(requests) < count:
+        raise ValueError(f"{count} texts of {prompt_bytes} bytes; there are {len(requests)}")
+    return requests[:count]
 
 
 def _sweep(engine: Engine, requests: list[Request]) -> tuple[list[dict[str, Any]], list[Tokens]]:

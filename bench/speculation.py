@@ -17,7 +17,7 @@ from rich.table import Table
 from bench.load_sweep import make_requests
 from bench.record import environment, write
 from dhisparse_jax.cli.checks import AUTO
-from dhisparse_jax.cli.options import NO_DRAFT, DraftOptions
+from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
 from dhisparse_jax.cli.record import RunRecord
 from dhisparse_jax.cli.session import load_draft, rule_of
 from dhisparse_jax.config import HierarchyConfig, Policy
@@ -41,12 +41,12 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
     """Sweep drafts, draft lengths and loads; check that no token changes."""
-    loaded = registry.load("tiny")
+    loaded = registry.load(BUNDLED_MODEL)
     counts = [int(load) for load in loads.split(",")]
     requests = make_requests(loaded, max(counts), prompt_bytes, new_tokens)
     capacity = max(len(request.prompt) for request in requests) + new_tokens
-    plain = [DraftOptions.of(NO_DRAFT, None)]
-    options = plain + [DraftOptions.of(name, n) for name in draft for n in lengths.split(",")]
+    named = [(NO_DRAFT, None)] + [(name, length) for name in draft for length in lengths.split(",")]
+    options = [DraftOptions.of(BUNDLED_MODEL, *names) for names in named]
     rows: list[Row] = []
     for asked in options:
         engine = _engine(loaded, asked, policy, max(counts), capacity, hot_rows)

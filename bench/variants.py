@@ -166,8 +166,8 @@ def _small_copies(operation: str, words: int) -> tuple[Tree, ...]:
     """With skipped entries, counts, moves and ids out of range."""
     if operation == "retrieve":
         inputs = retrieve_cases.random(width=words, slots=60, counts=(12, 0, 7), moves=9)
-        positions = inputs.fetches.positions.at[0, :2].set(jnp.asarray((20, -2), jnp.int32))
-        inputs = inputs._replace(fetches=inputs.fetches._replace(positions=positions))
+        rows = inputs.fetches.rows.at[0, :2].set(jnp.asarray((len(inputs.host), -2), jnp.int32))
+        inputs = inputs._replace(fetches=inputs.fetches._replace(rows=rows))
         return jax.tree.map(jnp.asarray, tuple(inputs))
     hosts, slots, rows, sources, slots_of = backup_cases.random(widths=(words,), entries=33)
     sources[0, :2] = 64, -2

@@ -1,4 +1,4 @@
-"""Sizes of the GLM-5.x family: multi-head latent attention, shared top-K indexers, MoE.
+"""Sizes of GLM-5.x and DeepSeek-V3.2: multi-head latent attention, top-K indexers, MoE.
 
 Knows what a valid model of the family is; knows nothing about arrays, files or devices.
 """
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dhisparse_jax.configs.quantised import FLOAT, FORMATS
+from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.errors import UserError
 
 IndexerType = Literal["full", "shared"]
@@ -19,7 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class GlmConfig:
-    """Sizes and constants of one GLM-5.x model.
+    """Sizes and constants of one model.
 
     Attributes:
         context: Longest sequence the model was made for, in positions.
@@ -30,9 +32,11 @@ class GlmConfig:
         indexer_types: Per layer, "full" (has an indexer) or "shared" (takes the selection of the
             nearest preceding full layer).
         index_rope_style: Which channels of an index head form a rotated pair.
+        yarn: How the rotary positions of attention and indexer are stretched.
         latent_norm_eps: Epsilon of the two latent norms. Transformers uses 1e-6 here whatever
             `norm_eps` is; serving systems use `norm_eps`.
         param_dtype: Dtype that the weights are stored in.
+        expert_format: Format of routed experts that stay quantised (`configs.quantised`).
 
     Raises:
         UserError: A size that no model of the family can have.
@@ -68,6 +72,7 @@ class GlmConfig:
     index_rope_style: RopeStyle = "interleaved"
 
     rope_theta: float
+    yarn: Yarn | None = None
     norm_eps: float = 1e-5
     latent_norm_eps: float = 1e-6
     index_norm_eps: float = 1e-6
@@ -75,6 +80,7 @@ class GlmConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     param_dtype: str = "bfloat16"
+    expert_format: str = FLOAT
 
     def __post_init__(self) -> None:
         """Checks every size; raises UserError on the first that cannot be."""
@@ -96,6 +102,9 @@ class GlmConfig:
             )
         if self.param_dtype not in _DTYPES:
             raise UserError(f"param_dtype is {self.param_dtype!r}; use one of {', '.join(_DTYPES)}")
+        if self.expert_format not in (FLOAT, *FORMATS):
+            known = ", ".join((FLOAT, *FORMATS))
+            raise UserError(f"expert_format is {self.expert_format!r}; use one of {known}")
 
     def _check_counts(self) -> None:
         """Sizes are positive, except those that may switch a part off."""
@@ -154,6 +163,11 @@ class GlmConfig:
         """Width of an expanded query or key head."""
         return self.qk_nope_dim + self.qk_rope_dim
 
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the query-key products."""
+        return self.qk_dim**-0.5 * (self.yarn.logit_factor if self.yarn else 1.0)
+
 
 def derive_indexer_types(
     num_layers: int, *, freq: int = 1, offset: int = 2, pattern: str | None = None
@@ -187,7 +201,7 @@ def config_from_values(values: Mapping[str, Any]) -> GlmConfig:
     """A configuration from values that come from outside, and may be anything.
 
     Args:
-        values: Fields of `GlmConfig` by name; lists stand for tuples.
+        values: Fields of `GlmConfig` by name; lists stand for tuples, objects for their parts.
 
     Raises:
         UserError: A field is missing, unknown, of the wrong type, or no valid size.
@@ -202,11 +216,21 @@ def config_from_values(values: Mapping[str, Any]) -> GlmConfig:
     tuples: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
     }
+    if isinstance(values.get("yarn"), Mapping):
+        tuples["yarn"] = _yarn(values["yarn"])
     hints = typing.get_type_hints(GlmConfig)
     for name, value in tuples.items():
         if not _fits(value, hints[name]):
             raise UserError(f"{name} is {value!r}, which is not of the expected type")
     return GlmConfig(**tuples)
+
+
+def _yarn(values: Mapping[str, Any]) -> Yarn:
+    """The parts of a stretching. Raises UserError where they are none."""
+    try:
+        return Yarn(**values)
+    except TypeError as error:  # missing, unknown, or not a number
+        raise UserError(f"yarn is {dict(values)!r}, which describes none: {error}") from error
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401  # any type form

@@ -4,16 +4,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Sharding
 
 # Orbax fills data files up to about this size; small enough for hosts that limit file sizes.
-_DATA_FILE_BYTES = 4 * 2**20
+DATA_FILE_BYTES = 4 * 2**20
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+Place = Callable[[str, tuple[int, ...]], Sharding]
+"""Where an array goes, from its name and shape."""
 
-def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes arrays as an Orbax folder, replacing the one at `path`."""
+
+def save_arrays(path: Path, arrays: Mapping[str, Any], file_bytes: int = DATA_FILE_BYTES) -> None:
+    """Writes arrays as an Orbax folder, replacing the one at `path`.
+
+    Args:
+        path: the folder.
+        arrays: by name.
+        file_bytes: about how large a file of it becomes at most.
+    """
     import orbax.checkpoint as ocp  # takes longer to import than everything else together
 
     path = path.absolute()
@@ -23,19 +34,20 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(
             path,
-            args=ocp.args.PyTreeSave(hosts, ocdbt_target_data_file_size=_DATA_FILE_BYTES),
+            args=ocp.args.PyTreeSave(hosts, ocdbt_target_data_file_size=file_bytes),
             force=True,
         )
 
 
 def load_arrays(
-    path: Path, check: Callable[[Shapes], None] = lambda _: None
-) -> dict[str, np.ndarray]:
+    path: Path, check: Callable[[Shapes], None] = lambda _: None, place: Place | None = None
+) -> dict[str, Any]:
     """The arrays of a folder.
 
     Args:
         path: what `save_arrays` wrote.
         check: told all shapes before anything is read; may refuse them.
+        place: where each array goes; None: they are NumPy's.
 
     Raises:
         FileNotFoundError: there is no folder.
@@ -50,7 +62,14 @@ def load_arrays(
         try:
             found = checkpointer.metadata(path).item_metadata.tree
             check({name: tuple(leaf.shape) for name, leaf in found.items()})
-            args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in found}
+            args = {
+                name: ocp.RestoreArgs(restore_type=np.ndarray)
+                if place is None
+                else ocp.ArrayRestoreArgs(
+                    restore_type=jax.Array, sharding=place(name, tuple(leaf.shape))
+                )
+                for name, leaf in found.items()
+            }
             return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
         # Orbax and TensorStore have no error class for damaged files.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

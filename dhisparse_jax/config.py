@@ -14,6 +14,9 @@ RECORD_ALIGNMENT = 128
 
 MAX_PAGE_SLOTS = 16
 
+GHOST_PAGES = 4
+"""Pages' worth of evictions that adaptive residency remembers of every request and pool."""
+
 
 class Policy(StrEnum):
     """How budgets are set; everything else is the same code."""
@@ -77,6 +80,10 @@ class HierarchyConfig:
         hot_rows: hot slots per request and pool, on average over the requests.
         tail: length of the tail ring, at least 2 T.
         moves_per_step: most pages that adaptive residency moves per hot pool and step.
+        host_page: positions in a page of host memory.
+        host_pages: pages of host memory, each with room in every pool; None: as many as all rows
+            take that use their whole capacity.
+        record_selections: keep what a step selects, so that it can be recorded.
     """
 
     geometry: Geometry
@@ -87,6 +94,9 @@ class HierarchyConfig:
     hot_rows: int
     tail: int = 16
     moves_per_step: int = 4
+    host_page: int = 16
+    host_pages: int | None = None
+    record_selections: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work; a policy may be given by its name."""
@@ -95,7 +105,7 @@ class HierarchyConfig:
         except ValueError:
             names = ", ".join(policy.value for policy in Policy)
             raise UserError(f"unknown policy {self.policy!r}; use one of {names}") from None
-        for name in ("requests", "capacity", "queries", "hot_rows"):
+        for name in ("requests", "capacity", "queries", "hot_rows", "host_page", "host_page_count"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.geometry.top_k > self.capacity:
@@ -155,6 +165,26 @@ class HierarchyConfig:
     def staging(self) -> int:
         """Staging slots per request: what the floor cannot hold of the largest working set."""
         return max(0, self.working_set - self.floor_pages * self.page_slots)
+
+    @property
+    def row_pages(self) -> int:
+        """Host pages of a request that uses its whole capacity."""
+        return -(-self.capacity // self.host_page)
+
+    @property
+    def host_page_count(self) -> int:
+        """Host pages that there are."""
+        return self.requests * self.row_pages if self.host_pages is None else self.host_pages
+
+    @property
+    def ghosts(self) -> int:
+        """Evicted positions that are remembered per request and pool; only `adaptive` asks."""
+        return GHOST_PAGES * self.page_slots if self.policy is Policy.ADAPTIVE else 0
+
+    @property
+    def recorded(self) -> int:
+        """Selected positions per query that a state keeps."""
+        return self.geometry.top_k if self.record_selections else 0
 
     def record_words(self, pool: int) -> int:
         """int32 words of a record: one row per layer, padded to 128 bytes."""

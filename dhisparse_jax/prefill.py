@@ -2,6 +2,8 @@
 
 While a group is being prefilled, its records and index keys of this prompt stay on the device, so a
 long prompt never reads host memory back; they reach the host pool once, when the group is done.
+Positions that another request has already are not computed: the group begins with their records,
+read from the host once, and prefill goes on behind them.
 Device memory beside the state: one group's records and keys of one prompt, and the hidden states of
 the prompt, whatever the number of layers.
 """
@@ -12,8 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy import layout, requests
 from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.rows import pack
 from pallas_kernels.index_scores.api import index_scores
@@ -25,7 +28,8 @@ from pallas_kernels.top_k.api import top_k
 class Prompt:
     """Records and index keys of one prompt in one group; row = position, P rows.
 
-    P is the capacity rounded up to whole chunks.
+    P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
+    at any position.
     """
 
     records: Int[Array, "P W"]
@@ -48,10 +52,37 @@ def padded_capacity(cfg: HierarchyConfig, chunk: int) -> int:
 
 def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     """Room for one prompt in one group."""
-    rows = padded_capacity(cfg, chunk)
+    rows = padded_capacity(cfg, chunk) + chunk
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
         keys=jnp.zeros((rows, cfg.geometry.index_width), cfg.geometry.index_dtype),
+    )
+
+
+def begin_prompt(
+    cfg: HierarchyConfig,
+    chunk: int,
+    state: HierarchyState,
+    pool: int,
+    request: Int[Array, ""],
+    host_pages: Int[Array, " N"],
+    shared: Int[Array, ""],
+) -> Prompt:
+    """A prompt whose first `shared` positions are there: records from the host, keys in the row.
+
+    Args:
+        cfg: sizes of the hierarchy.
+        chunk: tokens per chunk.
+        state: the hierarchy.
+        pool: which group.
+        request: row of the request, which has the index keys.
+        host_pages: int32 host pages that hold the records.
+        shared: int32 how many positions.
+    """
+    empty = empty_prompt(cfg, pool, chunk)
+    return Prompt(
+        records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
+        keys=empty.keys.at[: cfg.capacity].set(state.pools[pool].index_keys[request]),
     )
 
 

@@ -84,12 +84,14 @@ class StepOutput:
         count: int32 how many: accepted proposals and one more; 0 for a request that is done.
         verified: int32 queries that were verified; 0 for a request that is done.
         records: records per pool and request.
+        selection: int32 what every query selected, as `HierarchyState.selection`.
     """
 
     tokens: Int[Array, "R T"]
     count: Int[Array, " R"]
     verified: Int[Array, " R"]
     records: PlanCounts
+    selection: Int[Array, "pools R T K"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +148,11 @@ def decode_step(
     load = observe(state.load, proposal.confidence, live, emitted.count, fetched)
     texts = _advance(texts, emitted, jnp.where(stopped, hierarchy.length, texts.end))
     output = StepOutput(
-        tokens=emitted.tokens, count=emitted.count, verified=live, records=hierarchy.counts
+        tokens=emitted.tokens,
+        count=emitted.count,
+        verified=live,
+        records=hierarchy.counts,
+        selection=hierarchy.selection,
     )
     return output, DecodeState(hierarchy=hierarchy, draft=draft, load=load, texts=texts)
 

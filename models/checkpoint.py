@@ -1,6 +1,7 @@
 """Saving and restoring a model: `config.json`, and the weights in an Orbax directory beside it.
 
-Restoring gives host arrays first, so a checkpoint does not depend on the device it was saved from.
+A checkpoint does not depend on the devices that it was saved from: whoever restores it says where
+each array goes.
 """
 
 import dataclasses
@@ -10,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from dhisparse_jax.arrays import Shapes, load_arrays, save_arrays
+from dhisparse_jax.arrays import DATA_FILE_BYTES, Place, Shapes, load_arrays, save_arrays
 from dhisparse_jax.configs.glm import GlmConfig, config_from_values
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.model import GlmModel
@@ -26,10 +26,16 @@ from dhisparse_jax.models.params import (
     flatten,
     unflatten,
 )
+from dhisparse_jax.models.stream import on_first_device
 from dhisparse_jax.models.text import few
 
 OWN_WEIGHTS = "params"
 """The folder of weights in a checkpoint that is written here; published ones have none."""
+
+CONFIG_FILE = "config.json"
+
+CONVERSION_FILE = "conversion.json"
+"""In a checkpoint of ours that was a published one: what of that was not used."""
 
 
 def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) -> None:
@@ -43,12 +49,12 @@ def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) ->
     """
     directory = Path(directory)
     save_weights(directory / OWN_WEIGHTS, flatten(cast_like(params, abstract_params(config))))
-    save_json(directory / "config.json", dataclasses.asdict(config))
+    save_json(directory / CONFIG_FILE, dataclasses.asdict(config))
 
 
-def save_weights(path: Path, flat: Flat) -> None:
-    """Writes flat weights as an Orbax folder, replacing the one at `path`."""
-    save_arrays(path, flat)
+def save_weights(path: Path, flat: Flat, file_bytes: int = DATA_FILE_BYTES) -> None:
+    """Writes flat weights as an Orbax folder, replacing the one at `path`; see `save_arrays`."""
+    save_arrays(path, flat, file_bytes)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -59,34 +65,40 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(
-    directory: Path | str, *, dtype: jnp.dtype | type | None = None
+    directory: Path | str,
+    *,
+    dtype: jnp.dtype | type | None = None,
+    place: Place = on_first_device,
 ) -> tuple[GlmConfig, GlmModel]:
-    """Restores a model onto the default device.
+    """Restores a model.
 
     Args:
-        directory: What `save_checkpoint` wrote.
+        directory: What `save_checkpoint` or `models.convert` wrote.
         dtype: Compute dtype of the model; the dtype of the weights when None.
+        place: Where each array goes, from its flat name and shape.
 
     Raises:
         UserError: No checkpoint there, a damaged one, or weights that are missing, left over, or
             wrongly shaped.
     """
     directory = Path(directory).absolute()
-    config = config_from_values(read_json(directory / "config.json"))
+    config = config_from_values(read_json(directory / CONFIG_FILE))
     like = abstract_params(config)
-    flat = restore_weights(directory / OWN_WEIGHTS, flatten(like))
-    params = cast_like(unflatten(flat, like), like)
+    flat = restore_weights(directory / OWN_WEIGHTS, flatten(like), place)
+    params = unflatten(flat, like)
     return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
 
 
-def restore_weights(path: Path, expected: Flat) -> dict[str, np.ndarray]:
-    """Flat host arrays, after comparing names and shapes with what the model needs.
+def restore_weights(
+    path: Path, expected: Flat, place: Place = on_first_device
+) -> dict[str, jax.Array]:
+    """Flat arrays in the dtypes they were saved in, if names and shapes are those expected.
 
     Raises:
         UserError: No weights there, damaged ones, or some missing, left over, or wrongly shaped.
     """
     try:
-        return load_arrays(path, lambda shapes: _check(expected, shapes))
+        return load_arrays(path, lambda shapes: _check(expected, shapes), place)
     except FileNotFoundError:
         raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing") from None
     except ValueError as error:

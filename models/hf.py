@@ -1,78 +1,141 @@
-"""Loading a published GLM-5.x checkpoint directory in the Hugging Face layout."""
+"""Loading a published GLM-5.x or DeepSeek-V3.2 checkpoint directory, a tensor at a time."""
 
+import dataclasses
 import logging
 import re
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.configs.quantised import FLOAT, name_of
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.hf_config import parse_config, read_json
-from dhisparse_jax.models.hf_tensors import build_params, published_shapes
-from dhisparse_jax.models.params import abstract_params, build_model, cast_like
-from dhisparse_jax.models.tensor_files import check_headers, read_headers, reading
+from dhisparse_jax.models.hf_names import canonical_name
+from dhisparse_jax.models.hf_tensors import expert_names, pieces_of, published_shapes
+from dhisparse_jax.models.params import Nested, abstract_params, build_model, flatten, unflatten
+from dhisparse_jax.models.published import DEFAULT_BLOCK, Published, weight_block
+from dhisparse_jax.models.stream import Place, load_arrays, on_first_device
 
 log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-class Tensors(NamedTuple):
-    """Tensors of a checkpoint directory.
+class Loaded(NamedTuple):
+    """A checkpoint directory as a model.
 
     Attributes:
-        files: Name of a tensor to the file that holds it, for the tensors of the model.
-        ignored: Sorted names of tensors of MTP layers, which are not loaded.
+        config: sizes.
+        model: the model.
+        unused: sorted names of tensors, all of MTP layers, that it does not use.
     """
 
-    files: dict[str, Path]
-    ignored: tuple[str, ...]
+    config: GlmConfig
+    model: GlmModel
+    unused: tuple[str, ...]
 
 
 def load_hf(
-    directory: Path | str, *, dtype: jnp.dtype | type | None = None
-) -> tuple[GlmConfig, GlmModel]:
+    directory: Path | str,
+    *,
+    dtype: jnp.dtype | type | None = None,
+    stored_experts: bool = True,
+    place: Place = on_first_device,
+) -> Loaded:
     """Loads `config.json` and the safetensors beside it.
 
-    Tensors of MTP layers are skipped; their number is logged, and `find_tensors` names them.
+    Tensors may have transformers' names or DeepSeek's, and be quantised. Quantised weights become
+    numbers of the compute dtype, but for those of routed experts, which stay as they are stored.
+    Beside the result, the host holds no more than a few blocks of `models.stream`.
 
     Args:
         directory: Holds config.json and model.safetensors, or shards and their index.
         dtype: Compute dtype of the model; the dtype of the weights when None.
+        stored_experts: Whether quantised experts stay so.
+        place: Where each array goes, from its flat name and shape.
 
     Raises:
         UserError: Missing or damaged files, another model, or tensors that are missing, left over,
             wrongly shaped, or of an unsupported type.
     """
     directory = Path(directory)
-    config = parse_config(read_json(directory / "config.json"))
-    tensors = find_tensors(directory, config)
-    if tensors.ignored:
-        log.info("ignored %d tensors of MTP layers", len(tensors.ignored))
-    with reading(tensors.files) as read:
-        params = build_params(config, read)
-    params = cast_like(params, abstract_params(config))
-    return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
+    config, block = read_config(directory)
+    tensors = find_tensors(directory, config, block)
+    if tensors.unused:
+        log.info("%d tensors of MTP layers are not used", len(tensors.unused))
+    if stored_experts:
+        config = dataclasses.replace(config, expert_format=_expert_format(config, tensors))
+    dtype = jnp.dtype(dtype or config.param_dtype)
+    params = _load_params(config, tensors, dtype, place)
+    return Loaded(config, build_model(config, params, dtype), tensors.unused)
 
 
-def find_tensors(directory: Path, config: GlmConfig) -> Tensors:
+def read_config(directory: Path) -> tuple[GlmConfig, tuple[int, int]]:
+    """Sizes of the model, and those of the blocks of quantised weights.
+
+    Raises:
+        UserError: `config.json` is missing or damaged, or of a model that is not supported.
+    """
+    path = directory / "config.json"
+    raw = read_json(path)
+    try:
+        return parse_config(raw), weight_block(raw.get("quantization_config"))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def find_tensors(
+    directory: Path, config: GlmConfig, block: tuple[int, int] = DEFAULT_BLOCK
+) -> Published:
     """Locates every tensor of the model and checks names, shapes and types from the headers.
 
     Raises:
         UserError: See `load_hf`.
     """
-    expected = published_shapes(config)
-    headers = read_headers(directory)
-    ignored = {name for name in headers if _is_mtp(name, config.num_layers)}
-    check_headers(
-        expected, {name: header for name, header in headers.items() if name not in ignored}
+    return Published(
+        directory,
+        published_shapes(config),
+        block=block,
+        canonical=canonical_name,
+        ignored=lambda name: _is_mtp(name, config.num_layers),
     )
-    return Tensors({name: headers[name].file for name in expected}, tuple(sorted(ignored)))
 
 
 def _is_mtp(name: str, num_layers: int) -> bool:
     """Whether a tensor belongs to a layer behind the last one of the model."""
     match = _LAYER.match(name)
-    return match is not None and int(match[1]) >= num_layers
+    return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+
+
+def _expert_format(config: GlmConfig, tensors: Published) -> str:
+    """The name of the format that all routed experts have.
+
+    Raises:
+        UserError: They have several, or one that is not supported.
+    """
+    names = expert_names(config)
+    if not names:
+        return FLOAT
+    first, formats = names[0], {name: tensors.quantised[name].weights for name in tensors.quantised}
+    for name in names:
+        if formats.get(name) != formats.get(first):
+            raise UserError(
+                f"{tensors.headers[name].file}: {name} is not quantised as {first} is; load it "
+                "with --experts float"
+            )
+    return name_of(formats[first]) if first in formats else FLOAT
+
+
+def _load_params(config: GlmConfig, tensors: Published, dtype: jnp.dtype, place: Place) -> Nested:
+    """The nested weights. Those that are dequantised get the compute dtype, which loses least."""
+    nested = abstract_params(config)
+    like = flatten(nested)
+    pieces = pieces_of(config, like)
+    for name, parts in pieces.items():
+        if any(part.name in tensors.quantised and not part.stored for part in parts):
+            like[name] = jax.ShapeDtypeStruct(like[name].shape, dtype)
+    return unflatten(load_arrays(like, pieces, tensors.rows, place=place), nested)

@@ -1,14 +1,18 @@
-"""Reading the `config.json` of a published GLM-5.x checkpoint."""
+"""Reading the `config.json` of a published GLM-5.x or DeepSeek-V3.2 checkpoint."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dhisparse_jax.configs.glm import GlmConfig, config_from_values, derive_indexer_types
+from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.text import few
 
-MODEL_TYPE = "glm_moe_dsa"
+GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
+MODEL_TYPES = (GLM, DEEPSEEK)
 
 # Our name: the published name.
 _SIZES = {
@@ -41,9 +45,28 @@ _FIXED = {
     "topk_method": "noaux_tc",
     "tie_word_embeddings": False,
     "rope_interleave": True,
-    "rope_scaling": None,
-    "quantization_config": None,
 }
+
+# Entries that this module reads, beside those above.
+_READ = {
+    "model_type", "first_k_dense_replace", "mlp_layer_types", "n_group", "topk_group",
+    "norm_topk_prob", "routed_scaling_factor", "indexer_types", "index_topk_pattern",
+    "index_topk_freq", "index_skip_topk_offset", "indexer_rope_interleave", "rope_theta",
+    "rope_parameters", "rope_scaling", "rms_norm_eps", "bos_token_id", "eos_token_id", "dtype",
+    "torch_dtype", "quantization_config", "layer_types",
+}  # fmt: skip
+
+# Entries without an effect on the arithmetic of inference, or that only repeat others.
+_WITHOUT_EFFECT = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
+    "chunk_size_feed_forward", "ep_size", "head_dim", "id2label", "index_share_for_mtp_iteration",
+    "initializer_range", "is_encoder_decoder", "label2id", "moe_layer_freq", "num_experts",
+    "num_key_value_heads", "num_local_experts", "num_nextn_predict_layers", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "problem_type", "qk_head_dim", "return_dict", "router_aux_loss_coef", "scale_fmt", "seq_aux",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+_LAYER_TYPE = "indexed_attention"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -70,15 +93,16 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
 
     Raises:
         UserError: Another model type, a missing or wrongly typed entry, or a setting that changes
-            the arithmetic and is not implemented.
+            the arithmetic, or may do so, and is not implemented.
     """
-    if raw.get("model_type") != MODEL_TYPE:
-        raise UserError(
-            f"model_type is {raw.get('model_type')!r}; only {MODEL_TYPE!r} is supported"
-        )
+    kind = raw.get("model_type")
+    if kind not in MODEL_TYPES:
+        known = " and ".join(repr(known) for known in MODEL_TYPES)
+        raise UserError(f"model_type is {kind!r}; only {known} are supported")
     for name, value in _FIXED.items():
         if raw.get(name, value) != value:
             raise UserError(f"{name} is {raw[name]!r}; only {value!r} is supported")
+    _check_known(raw)
     missing = sorted(name for name in _SIZES.values() if name not in raw)
     if missing:
         raise UserError(f"the configuration lacks {len(missing)} entries: {', '.join(missing)}")
@@ -92,13 +116,14 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
             "normalise_routing": bool(raw.get("norm_topk_prob", True)),
             "routed_scale": number(raw, "routed_scaling_factor", 2.5),
             "indexer_types": _indexer_types(raw, sizes["num_layers"]),
-            "index_rope_style": (
-                "interleaved" if raw.get("indexer_rope_interleave", True) else "half-split"
+            "index_rope_style": _index_rope_style(raw),
+            "rope_theta": rope_theta(
+                raw, ("default", "yarn") if kind == DEEPSEEK else ("default",)
             ),
-            "rope_theta": rope_theta(raw),
-            "norm_eps": number(raw, "rms_norm_eps", 1e-5),
+            "yarn": yarn(raw) if kind == DEEPSEEK else None,
+            "norm_eps": number(raw, "rms_norm_eps", 1e-6 if kind == DEEPSEEK else 1e-5),
             "bos_id": raw.get("bos_token_id"),
-            "eos_ids": _eos_ids(raw),
+            "eos_ids": eos_ids(raw),
             "param_dtype": raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
         }
     )
@@ -120,7 +145,7 @@ def number(raw: Mapping[str, Any], name: str, default: float | None = None) -> f
     return float(value)
 
 
-def _eos_ids(raw: Mapping[str, Any]) -> list[int]:
+def eos_ids(raw: Mapping[str, Any]) -> list[int]:
     """Ids that end a text: published as none, one, or a list."""
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -129,15 +154,82 @@ def _eos_ids(raw: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def rope_theta(raw: Mapping[str, Any]) -> float:
-    """Rope base, from either place that published files keep it."""
-    rope = raw.get("rope_parameters") or raw
-    if not isinstance(rope, Mapping):
-        raise UserError(f"rope_parameters is {rope!r}, expected an object")
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
-        raise UserError(f"rope_type is {kind!r}; only 'default' is supported")
-    return number(rope, "rope_theta")
+def rope_theta(raw: Mapping[str, Any], kinds: Collection[str] = ("default",)) -> float:
+    """Rope base, from either place that published files keep it.
+
+    Args:
+        raw: the configuration.
+        kinds: of rotary embedding that the caller implements.
+    """
+    rope = _rope(raw)
+    if _rope_kind(rope) not in kinds:
+        known = " and ".join(repr(kind) for kind in kinds)
+        raise UserError(f"rope_type is {_rope_kind(rope)!r}; only {known} is supported")
+    return number(rope if "rope_theta" in rope else raw, "rope_theta")
+
+
+def yarn(raw: Mapping[str, Any]) -> Yarn | None:
+    """How positions are stretched, if they are.
+
+    `mscale` is for the rotated channels and `mscale_all_dim` for the whole head: the latter goes
+    into the logits, and the channels keep the ratio of the two (DeepSeek-V3's implementation).
+    """
+    rope = _rope(raw)
+    if _rope_kind(rope) != "yarn":
+        return None
+    known = {
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+    }  # fmt: skip
+    unknown = sorted(name for name in rope if name not in known)
+    if unknown:
+        raise UserError(f"the rope parameters have {unknown[0]}, which is not supported")
+    factor = number(rope, "factor")
+    growth = lambda scale: 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    part = number(rope, "mscale", 0.0)
+    whole = number(rope, "mscale_all_dim", 0.0)
+    usual = growth(part) / growth(whole) if part and whole else growth(1.0)
+    return Yarn(
+        factor=factor,
+        context=integer(rope, "original_max_position_embeddings"),
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
+        amplitude=number(rope, "attention_factor", usual),
+        logit_factor=growth(whole) ** 2 if whole else 1.0,
+    )
+
+
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object with the parameters of the rotary embedding; the whole if there is none."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name)
+        if rope:
+            if not isinstance(rope, Mapping):
+                raise UserError(f"{name} is {rope!r}, expected an object")
+            return rope
+    return raw
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _check_known(raw: Mapping[str, Any]) -> None:
+    """Raises UserError where an entry is set whose meaning is not known here."""
+    types = raw.get("layer_types")
+    if types is not None and (not isinstance(types, list) or set(types) != {_LAYER_TYPE}):
+        raise UserError(f"layer_types holds more than {_LAYER_TYPE!r}, which is not supported")
+    known = _READ | _WITHOUT_EFFECT | _FIXED.keys() | set(_SIZES.values())
+    off = (None, False, "", 0)
+    unknown = sorted(name for name in raw if name not in known and raw[name] not in off)
+    if unknown:
+        raise UserError(f"unknown entries that may change what the model computes: {few(unknown)}")
+
+
+def _index_rope_style(raw: Mapping[str, Any]) -> str:
+    """DeepSeek's index heads are half-split; GLM's interleaved, unless the configuration says."""
+    interleaved = raw.get("indexer_rope_interleave", raw["model_type"] == GLM)
+    return "interleaved" if interleaved else "half-split"
 
 
 def _indexer_types(raw: Mapping[str, Any], num_layers: int) -> object:

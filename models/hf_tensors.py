@@ -1,14 +1,44 @@
-"""Published tensors of GLM-5.x: their names and shapes, and how they become our weights.
+"""Published tensors of GLM-5.x and DeepSeek-V3.2: names, shapes, and where they go in our weights.
 
-Knows nothing about files. Published matrices are `[out, in]`; ours are `[in, out]`.
+Knows nothing about files. Published matrices are `[out, in]`; ours are `[in, out]`, except for
+experts that stay quantised.
 """
 
-from typing import Any
-
-import numpy as np
-
 from dhisparse_jax.configs.glm import GlmConfig
-from dhisparse_jax.models.tensor_files import Read, Shape
+from dhisparse_jax.models.params import Flat
+from dhisparse_jax.models.stream import Piece, Pieces
+from dhisparse_jax.models.tensor_files import Shape
+
+# Our name: the published one.
+_TOP = {
+    "embedding": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.kernel": "lm_head.weight",
+}
+_IN_LAYER = {
+    "input_norm.weight": "input_layernorm.weight",
+    "post_norm.weight": "post_attention_layernorm.weight",
+    "attention.q_a.kernel": "self_attn.q_a_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+    "attention.q_b.kernel": "self_attn.q_b_proj.weight",
+    "attention.kv_a.kernel": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+    "attention.out.kernel": "self_attn.o_proj.weight",
+    "indexer.wq.kernel": "self_attn.indexer.wq_b.weight",
+    "indexer.wk.kernel": "self_attn.indexer.wk.weight",
+    "indexer.k_norm.weight": "self_attn.indexer.k_norm.weight",
+    "indexer.k_norm.bias": "self_attn.indexer.k_norm.bias",
+    "indexer.head_weights": "self_attn.indexer.weights_proj.weight",
+    "mlp.gate.kernel": "mlp.gate_proj.weight",
+    "mlp.up.kernel": "mlp.up_proj.weight",
+    "mlp.down.kernel": "mlp.down_proj.weight",
+    "mlp.router.kernel": "mlp.gate.weight",
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate.kernel": "mlp.shared_experts.gate_proj.weight",
+    "mlp.shared.up.kernel": "mlp.shared_experts.up_proj.weight",
+    "mlp.shared.down.kernel": "mlp.shared_experts.down_proj.weight",
+}
+_UP_PROJECTIONS = "self_attn.kv_b_proj.weight"
 
 
 def published_shapes(config: GlmConfig) -> dict[str, Shape]:
@@ -35,23 +65,82 @@ def published_shapes(config: GlmConfig) -> dict[str, Shape]:
     return shapes
 
 
-def build_params(config: GlmConfig, read: Read) -> dict[str, Any]:
-    """Our nested weights from the published tensors that `read` returns by name."""
-    layers = {
-        layer: _layer(config, layer, _within(read, f"model.layers.{layer}."))
-        for layer in range(config.num_layers)
-    }
-    return {
-        "embedding": read("model.embed_tokens.weight"),
-        "layers": layers,
-        "norm": {"weight": read("model.norm.weight")},
-        "head": {"kernel": read("lm_head.weight").T},
-    }
+def pieces_of(config: GlmConfig, like: Flat) -> dict[str, Pieces]:
+    """What each of our arrays is made of, by the names of `like`, which has their shapes."""
+    return {name: _pieces(config, name, tuple(leaf.shape)) for name, leaf in like.items()}
 
 
-def _within(read: Read, prefix: str) -> Read:
-    """Reads names relative to `prefix`."""
-    return lambda name: read(prefix + name)
+def expert_names(config: GlmConfig) -> list[str]:
+    """Published names of the matrices of all routed experts."""
+    return [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in range(config.num_dense_layers, config.num_layers)
+        for expert in range(config.num_experts)
+        for part in ("gate", "up", "down")
+    ]
+
+
+def _pieces(config: GlmConfig, name: str, shape: Shape) -> Pieces:
+    """What one array is made of: most are one tensor."""
+    if name in _TOP:
+        return _one(_TOP[name], shape, transposed=name == "head.kernel")
+    _, layer, rest = name.split(".", 2)
+    prefix = f"model.layers.{layer}."
+    if rest in _IN_LAYER:
+        return _one(prefix + _IN_LAYER[rest], shape, transposed=len(shape) == 2)
+    match rest.split("."):
+        case ["attention", part]:
+            return _heads(config, prefix + _UP_PROJECTIONS, part, shape)
+        case ["mlp", part]:
+            return _experts(f"{prefix}mlp.experts", part, shape)
+        case ["mlp", "stored", part, kind]:
+            return _stored_experts(f"{prefix}mlp.experts", part, kind, shape)
+    raise KeyError(name)  # a weight of the model that this table has forgotten
+
+
+def _one(name: str, shape: Shape, *, transposed: bool) -> Pieces:
+    """A tensor as a whole."""
+    published = tuple(reversed(shape)) if transposed else shape
+    return (Piece(name, (0,) * len(shape), published, transposed=transposed),)
+
+
+def _heads(config: GlmConfig, name: str, part: str, shape: Shape) -> Pieces:
+    """Key or value up-projections, which are one published matrix: keys, then values, per head."""
+    heads, rows, columns = shape
+    both = config.qk_nope_dim + config.v_dim
+    skipped = config.qk_nope_dim if part == "w_uv" else 0
+    return tuple(
+        Piece(name, (head, 0, 0), (rows, columns), first=head * both + skipped)
+        for head in range(heads)
+    )
+
+
+def _experts(prefix: str, part: str, shape: Shape) -> Pieces:
+    """Matrices of all experts, stacked; `gate_up` has two of each side by side."""
+    experts, fan_in, fan_out = shape
+    sides = ("gate", "up") if part == "gate_up" else (part,)
+    width = fan_out // len(sides)
+    return tuple(
+        Piece(
+            f"{prefix}.{expert}.{side}_proj.weight",
+            (expert, 0, number * width),
+            (width, fan_in),
+            transposed=True,
+        )
+        for expert in range(experts)
+        for number, side in enumerate(sides)
+    )
+
+
+def _stored_experts(prefix: str, part: str, kind: str, shape: Shape) -> Pieces:
+    """Numbers or scales of all experts, stacked, as they are published."""
+    suffix = "_scale_inv" if kind == "scales" else ""
+    return tuple(
+        Piece(
+            f"{prefix}.{expert}.{part}_proj.weight{suffix}", (expert, 0, 0), shape[1:], stored=True
+        )
+        for expert in range(shape[0])
+    )
 
 
 def _attention_shapes(config: GlmConfig) -> dict[str, Shape]:
@@ -102,65 +191,3 @@ def _moe_shapes(config: GlmConfig) -> dict[str, Shape]:
     if config.num_shared_experts:
         shapes |= _mlp_shapes("mlp.shared_experts", width, config.num_shared_experts * inner)
     return shapes
-
-
-def _layer(config: GlmConfig, layer: int, read: Read) -> dict[str, Any]:
-    built = {
-        "input_norm": {"weight": read("input_layernorm.weight")},
-        "attention": _attention(config, _within(read, "self_attn.")),
-        "post_norm": {"weight": read("post_attention_layernorm.weight")},
-    }
-    if config.indexer_types[layer] == "full":
-        built["indexer"] = _indexer(_within(read, "self_attn.indexer."))
-    mlp = _within(read, "mlp.")
-    built["mlp"] = _mlp(mlp) if layer < config.num_dense_layers else _moe(config, mlp)
-    return built
-
-
-def _attention(config: GlmConfig, read: Read) -> dict[str, Any]:
-    """The key and value up-projections are one published matrix, head by head."""
-    kv_b = read("kv_b_proj.weight").reshape(config.num_heads, -1, config.kv_lora_rank)
-    return {
-        "q_a": {"kernel": read("q_a_proj.weight").T},
-        "q_norm": {"weight": read("q_a_layernorm.weight")},
-        "q_b": {"kernel": read("q_b_proj.weight").T},
-        "kv_a": {"kernel": read("kv_a_proj_with_mqa.weight").T},
-        "kv_norm": {"weight": read("kv_a_layernorm.weight")},
-        "w_uk": kv_b[:, : config.qk_nope_dim],
-        "w_uv": kv_b[:, config.qk_nope_dim :],
-        "out": {"kernel": read("o_proj.weight").T},
-    }
-
-
-def _indexer(read: Read) -> dict[str, Any]:
-    return {
-        "wq": {"kernel": read("wq_b.weight").T},
-        "wk": {"kernel": read("wk.weight").T},
-        "k_norm": {"weight": read("k_norm.weight"), "bias": read("k_norm.bias")},
-        "head_weights": read("weights_proj.weight").T,
-    }
-
-
-def _mlp(read: Read) -> dict[str, Any]:
-    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    return {ours: {"kernel": read(f"{theirs}.weight").T} for ours, theirs in names.items()}
-
-
-def _moe(config: GlmConfig, read: Read) -> dict[str, Any]:
-    """Stacks the experts; their gate and up matrices become one, side by side."""
-    experts = [_mlp(_within(read, f"experts.{i}.")) for i in range(config.num_experts)]
-    gate_up = [
-        np.concatenate((expert["gate"]["kernel"], expert["up"]["kernel"]), axis=1)
-        for expert in experts
-    ]
-    built = {
-        "router": {
-            "kernel": read("gate.weight").T,
-            "bias": read("gate.e_score_correction_bias").astype(np.float32),
-        },
-        "gate_up": np.stack(gate_up),
-        "down": np.stack([expert["down"]["kernel"] for expert in experts]),
-    }
-    if config.num_shared_experts:
-        built["shared"] = _mlp(_within(read, "shared_experts."))
-    return built

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
-from dhisparse_jax.models.checkpoint import OWN_WEIGHTS, load_checkpoint
+from dhisparse_jax.models.checkpoint import CONVERSION_FILE, OWN_WEIGHTS, load_checkpoint
 from dhisparse_jax.models.glm.decode import serve
 from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.hf import load_hf
@@ -38,13 +38,14 @@ class LoadedModel:
     eos: tuple[int, ...]
 
 
-def load(name: str, dtype: str = "float32") -> LoadedModel:
+def load(name: str, dtype: str = "float32", *, stored_experts: bool = True) -> LoadedModel:
     """Load a model.
 
     Args:
         name: a bundled model's name, or the path of a checkpoint folder: a Hugging Face one, or
             one that `models.checkpoint` wrote.
         dtype: "float32" or "bfloat16", of the computation and of what the hierarchy keeps.
+        stored_experts: whether experts of a Hugging Face checkpoint that are quantised stay so.
 
     Raises:
         UserError: there is no such model, or its files are not usable.
@@ -57,18 +58,25 @@ def load(name: str, dtype: str = "float32") -> LoadedModel:
         )
     if (directory / OWN_WEIGHTS).is_dir():
         return _load_own(name, directory, dtype)
-    return _load_published(name, directory, dtype)
+    config, model, _ = load_hf(directory, dtype=jnp.dtype(dtype), stored_experts=stored_experts)
+    return _published(name, directory, config, model, dtype)
 
 
 def _load_own(name: str, directory: Path, dtype: str) -> LoadedModel:
-    """What training wrote: a model of bytes, whose documents begin and end with one token."""
+    """What training or a conversion wrote.
+
+    Training writes models of bytes, whose documents begin and end with one token.
+    """
     config, model = load_checkpoint(directory, dtype=jnp.dtype(dtype))
+    if (directory / CONVERSION_FILE).is_file():
+        return _published(name, directory, config, model, dtype)
     ends = config.eos_ids if config.bos_id is None else (*config.eos_ids, config.bos_id)
     return _loaded(name, config, model, dtype, ByteTokenizer(start=config.bos_id), ends)
 
 
-def _load_published(name: str, directory: Path, dtype: str) -> LoadedModel:
-    config, model = load_hf(directory, dtype=jnp.dtype(dtype))
+def _published(
+    name: str, directory: Path, config: GlmConfig, model: GlmModel, dtype: str
+) -> LoadedModel:
     tokenizer = load_tokenizer(directory, config.vocab_size)
     return _loaded(name, config, model, dtype, tokenizer, config.eos_ids)
 

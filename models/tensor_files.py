@@ -1,15 +1,20 @@
 """Safetensors of a checkpoint directory: finding, checking and reading them.
 
-Knows nothing about what the tensors mean; the caller says which names and shapes it expects.
+Knows nothing about what the tensors mean; the caller says which names and shapes it expects. The
+files are read here and not by the safetensors package, whose NumPy reader knows no 8-bit floats,
+and which maps whole files into memory: here a read takes the memory of what it reads.
+Source of the format: the safetensors README, "Format".
 """
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+import json
+import math
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.hf_config import read_json
@@ -19,108 +24,184 @@ Shape = tuple[int, ...]
 Read = Callable[[str], np.ndarray]
 """From the name of a tensor to its values."""
 
-_DTYPES = {"F32", "BF16", "F16"}
+FLOATS = frozenset({"F32", "BF16", "F16"})
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I8": np.int8,
+        "U8": np.uint8,
+        "I32": np.int32,
+        "I64": np.int64,
+    }.items()
+}
+"""By their name in a file; tensors of other types can be listed but not read."""
+
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100 * 2**20
 
 
 class Header(NamedTuple):
-    """What a file says about a tensor before it is read."""
+    """What a file says about a tensor before it is read.
+
+    Attributes:
+        file: where it is.
+        shape: of the tensor.
+        dtype: as the file names it.
+        start: byte of the file at which its values begin.
+    """
 
     file: Path
     shape: Shape
     dtype: str
+    start: int
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
     """Every tensor of a checkpoint directory, by name.
 
     Raises:
-        UserError: Missing or damaged files.
+        UserError: Missing or damaged files, or two with the same tensor.
     """
-    headers = {}
-    for path in _tensor_files(directory):
-        with _open(path) as opened:
-            for name in opened.keys():  # noqa: SIM118  # not a mapping
-                header = opened.get_slice(name)
-                headers[name] = Header(path, tuple(header.get_shape()), header.get_dtype())
+    headers: dict[str, Header] = {}
+    for path, promised in _tensor_files(directory).items():
+        found = _read_file_headers(path)
+        absent = sorted(promised - found.keys())
+        if absent:
+            raise UserError(f"{path} lacks {few(absent)}, which the index says it holds")
+        twice = sorted(headers.keys() & found.keys())
+        if twice:
+            raise UserError(f"{twice[0]} is in {headers[twice[0]].file} and in {path}")
+        headers |= found
     return headers
 
 
-def check_headers(expected: Mapping[str, Shape], found: Mapping[str, Header]) -> None:
+def check_headers(
+    expected: Mapping[str, Shape], found: Mapping[str, Header], dtypes: Collection[str] = FLOATS
+) -> None:
     """Names, shapes and types are those expected.
 
     Raises:
         UserError: Tensors are missing, left over, wrongly shaped, or of an unsupported type.
     """
-    _check_names(expected, found)
-    _check_shapes(expected, found)
-    _check_types(found)
+    check_names(expected, found)
+    for name, shape in expected.items():
+        check_header(name, found[name], shape, dtypes)
+
+
+def check_names(expected: Mapping[str, Shape], found: Mapping[str, Header]) -> None:
+    """Raises UserError where tensors are missing or left over."""
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing:
+        shapes = [f"{name} {list(expected[name])}" for name in missing]
+        where = sorted({str(header.file.parent) for header in found.values()})
+        place = f"in {where[0]}" if where else "of the model"
+        raise UserError(f"the checkpoint lacks {len(missing)} tensors {place}: {few(shapes)}")
+    if extra:
+        listed = [f"{name} in {found[name].file.name}" for name in extra]
+        raise UserError(f"the checkpoint has {len(extra)} tensors too many: {few(listed)}")
+
+
+def check_header(name: str, header: Header, shape: Shape, dtypes: Collection[str] = FLOATS) -> None:
+    """Raises UserError where a tensor has another shape or none of these types."""
+    if header.shape != shape:
+        raise UserError(f"{header.file}: {name} is {list(header.shape)}, expected {list(shape)}")
+    if header.dtype not in dtypes:
+        raise UserError(
+            f"{header.file}: {name} is {header.dtype}, not one of {', '.join(sorted(dtypes))}"
+        )
 
 
 @contextmanager
 def reading(files: Mapping[str, Path]) -> Generator[Read, None, None]:
-    """Opens the files that hold the named tensors, and gives the function that reads one."""
-    with ExitStack() as stack:
-        opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
-        yield lambda name: _read(opened[files[name]], name, files[name])
+    """The function that reads one of the named tensors as a whole, from the file that holds it."""
+    headers = {path: _read_file_headers(path) for path in sorted(set(files.values()))}
+    yield lambda name: read_rows(name, headers[files[name]][name])
 
 
-def _tensor_files(directory: Path) -> list[Path]:
-    """The single file, or the files that the index of a sharded checkpoint lists."""
+def read_rows(name: str, header: Header, rows: slice = slice(None)) -> np.ndarray:
+    """A tensor, or a range of its rows; nothing else of the file is read.
+
+    Raises:
+        UserError: The file cannot be read, or ends too early.
+    """
+    dtype = DTYPES[header.dtype]
+    shape, start = header.shape, header.start
+    if rows != slice(None):
+        first, last, _ = rows.indices(shape[0])
+        shape = (last - first, *shape[1:])
+        start += first * math.prod(shape[1:]) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        raw = np.fromfile(header.file, np.uint8, size, offset=start)
+    except OSError as error:
+        raise UserError(f"cannot read {name} from {header.file}: {error}") from error
+    if raw.size != size:
+        raise UserError(f"{header.file} ends inside {name}: the file is cut off")
+    return raw.view(dtype).reshape(shape)
+
+
+def _tensor_files(directory: Path) -> dict[Path, set[str]]:
+    """The single file, or those that the index lists, with the tensors it says they hold."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
-        return [single]
+        return {single: set()}
     if not index.is_file():
         raise UserError(f"{directory} holds neither {single.name} nor {index.name}")
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
         raise UserError(f"{index} has no weight_map of tensor names to file names")
-    paths = sorted({directory / Path(shard).name for shard in shards.values()})
-    absent = [path.name for path in paths if not path.is_file()]
-    if absent:
-        raise UserError(f"{len(absent)} of {len(paths)} shards are missing: {few(absent)}")
-    return paths
+    files: dict[Path, set[str]] = {}
+    for name, shard in shards.items():
+        files.setdefault(directory / Path(shard).name, set()).add(name)
+    for path, names in files.items():
+        if not path.is_file():
+            holds = few(sorted(names), 1)
+            raise UserError(f"{path}: no such file, but {index.name} says that it holds {holds}")
+    return dict(sorted(files.items()))
 
 
-def _open(path: Path) -> Any:  # noqa: ANN401  # safetensors has no public type for it
-    """Opens a safetensors file and checks its header against its size."""
+def _read_file_headers(path: Path) -> dict[str, Header]:
+    """The headers of one file, checked against its size."""
     try:
-        return safe_open(path, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if start > min(size, _MOST_HEADER_BYTES):
+                raise UserError(
+                    f"{path} is damaged or not a safetensors file: its header would end at byte "
+                    f"{start:,}, and it has {size:,}"
+                )
+            entries = json.loads(file.read(start - _LENGTH_BYTES))
+        entries.pop("__metadata__", None)
+        return {name: _header(path, name, entry, start) for name, entry in entries.items()}
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # not JSON, or not of tensors
+        raise UserError(f"{path} is damaged or not a safetensors file: {error!r}") from error
 
 
-def _read(opened: Any, name: str, path: Path) -> np.ndarray:  # noqa: ANN401
-    """One tensor as an array."""
-    try:
-        return opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"cannot read {name} from {path}: {error}") from error
-
-
-def _check_names(expected: Mapping[str, Shape], found: Mapping[str, Header]) -> None:
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing:
-        shapes = [f"{name} {list(expected[name])}" for name in missing]
-        raise UserError(f"the checkpoint lacks {len(missing)} tensors: {few(shapes)}")
-    if extra:
-        raise UserError(f"the checkpoint has {len(extra)} tensors too many: {few(extra)}")
-
-
-def _check_shapes(expected: Mapping[str, Shape], found: Mapping[str, Header]) -> None:
-    wrong = [
-        f"{name} is {list(found[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if found[name].shape != shape
-    ]
-    if wrong:
-        raise UserError(f"{len(wrong)} tensors have the wrong shape: {few(wrong)}")
-
-
-def _check_types(found: Mapping[str, Header]) -> None:
-    wrong = [
-        f"{name} is {header.dtype}" for name, header in found.items() if header.dtype not in _DTYPES
-    ]
-    if wrong:
+def _header(path: Path, name: str, entry: Mapping[str, Any], data: int) -> Header:
+    """One entry of a header, if it can be true; the values begin at byte `data` of the file."""
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    first, end = entry["data_offsets"]
+    known = DTYPES.get(dtype)
+    if known is not None and end - first != math.prod(shape) * known.itemsize:
         raise UserError(
-            f"{len(wrong)} tensors are not of {', '.join(sorted(_DTYPES))}: {few(wrong)}"
+            f"{path} is damaged: {name} is {list(shape)} of {dtype}, but has {end - first:,} bytes"
         )
+    size = path.stat().st_size
+    if first < 0 or data + end > size:
+        raise UserError(
+            f"{path} is cut off: {name} ends at byte {data + end:,}, and the file has {size:,}"
+        )
+    return Header(path, shape, dtype, data + first)

@@ -110,7 +110,7 @@ class Copies(NamedTuple):
     """Lists of records by request, a list per call.
 
     Attributes:
-        rows: record of the request, NO_SLOT after those that count.
+        rows: record of the pool, NO_SLOT after those that count.
         slots: slot of each.
         counts: how many count.
         live: how many entries a call copies on average.
@@ -194,7 +194,7 @@ def _listed(sizes: CopySizes, rng: np.random.Generator, calls: list[list[np.ndar
             rng.permutation(sizes.slots)[: counts[number].sum()], counts[number].cumsum()
         )
         for request, records in enumerate(call):
-            rows[number, request, : len(records)] = records
+            rows[number, request, : len(records)] = request * sizes.capacity + records
             slots[number, request, : len(records)] = free[request]
     lists = lambda arrays: tuple(jnp.asarray(array, jnp.int32) for array in arrays)
     return Copies(lists(rows), lists(slots), lists(counts), float(counts.sum() / sizes.calls))

@@ -18,7 +18,7 @@ from dhisparse_jax.hierarchy.state import host_sharding
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.retrieve import api, cases
-from pallas_kernels.retrieve.types import Fetches
+from pallas_kernels.retrieve.types import Fetches, wanted_targets
 
 Call = Callable[..., jax.Array]
 Operands = tuple[Pools, tuple[Fetches, ...]]
@@ -103,8 +103,7 @@ def _check(
 ) -> dict[str, Any]:
     """Compare the records of the last call with what they must be, and hand the pools back."""
     live = np.nonzero(np.asarray(copies.rows[-1]) >= 0)
-    rows = jnp.asarray(live[0] * sizes.capacity, jnp.int32) + copies.rows[-1][live]
-    wanted = record_words(rows, sizes.words, sizes.pool_of(sizes.calls - 1))
+    wanted = record_words(copies.rows[-1][live], sizes.words, sizes.pool_of(sizes.calls - 1))
     if not bool(jnp.array_equal(slots[copies.slots[-1][live]], wanted)):
         raise WrongResultError("retrieve left wrong records in the slots")
     POOLS.give(hosts)
@@ -146,9 +145,7 @@ CASES = _cases()
 def shared(inputs: cases.Inputs, backend: Backend) -> RetrieveWork:
     """A benchmark of the inputs of a shared case."""
     pool, slots, fetches, moves = jax.tree.map(jnp.array, inputs)
-    counted = jnp.arange(fetches.positions.shape[1])[None] < fetches.counts[:, None]
-    live = counted & (fetches.positions >= 0) & (fetches.targets >= 0)
-    moved = int(live.sum()) * pool.shape[1] * WORD_BYTES
+    moved = int((wanted_targets(fetches) >= 0).sum()) * pool.shape[1] * WORD_BYTES
     operation = functools.partial(bind(api.retrieve, backend), moves=moves)
     return Work(
         step=step_of(CopySizes(words=pool.shape[1], records=1, pools=1))(operation),

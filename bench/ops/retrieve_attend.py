@@ -98,7 +98,7 @@ class RetrieveAttend:
         hosts = POOLS.take(sizes.pools, sizes.pool_records, sizes.words)
         operands = Operands(
             hosts,
-            tuple(fetches for fetches, _, _ in lists),
+            tuple(fetches for fetches, *_ in lists),
             tuple(Attention(query, *ids) for query, (_, *ids) in zip(queries, lists, strict=True)),
         )
         fused, parts = _steps(backend, attention.options, sizes.pool_of)
@@ -126,8 +126,8 @@ def _lists(
     sizes: CopySizes,
     positions: Int[np.ndarray, "R K"],
     missed: Bool[np.ndarray, "R K"],
-) -> tuple[Fetches, Int[Array, "R 1 K"], Int[Array, "R 1 K"]]:
-    """Fetches, locations and selection of a call, in slots of each request.
+) -> tuple[Fetches, Int[Array, "R 1 K"], Int[Array, "R 1 K"], Int[Array, "R K"]]:
+    """Fetches, locations, selection and missing positions of a call, in slots of each request.
 
     What is missing goes to its first slots in every call, so that it always replaces another
     record: attention that reads too early is noticed.
@@ -141,8 +141,10 @@ def _lists(
     counted = np.arange(k) < counts[:, None]
     front = lambda ids: np.where(counted, np.take_along_axis(ids, order, axis=1), NO_SLOT)
     as_ids = lambda array: jnp.asarray(array, jnp.int32)
-    fetches = Fetches(*map(as_ids, (front(positions), front(location), counts)))
-    return fetches, as_ids(location[:, None]), as_ids(positions[:, None])
+    first = sizes.capacity * np.arange(len(positions))[:, None]
+    fetches = Fetches(*map(as_ids, (front(first + positions), front(location), counts)))
+    missing = as_ids(front(positions))
+    return fetches, as_ids(location[:, None]), as_ids(positions[:, None]), missing
 
 
 FusedStep = Step[jax.Array, Operands, Attended]
@@ -166,7 +168,7 @@ def _steps(
         return fetch(operands.hosts[pool_of(call)], slots, operands.fetches[call]), None
 
     def attend_only(slots: jax.Array, operands: Operands, call: int) -> tuple[jax.Array, Attended]:
-        query, location, _ = operands.attentions[call]
+        query, location, _, _ = operands.attentions[call]
         return slots, read(query, slots, location)
 
     return both, {"retrieve": retrieve_only, "attend": attend_only}
@@ -190,10 +192,9 @@ def _check(
 ) -> dict[str, Any]:
     """Compare the last call with its records and with plain attention, and hand the pools back."""
     last = sizes.calls - 1
-    positions, targets, _ = operands.fetches[last]
-    live = np.nonzero(np.asarray(positions) >= 0)
-    rows = jnp.asarray(live[0] * sizes.capacity, jnp.int32) + positions[live]
-    wanted = record_words(rows, sizes.words, sizes.pool_of(last))
+    rows, targets, _ = operands.fetches[last]
+    live = np.nonzero(np.asarray(rows) >= 0)
+    wanted = record_words(rows[live], sizes.words, sizes.pool_of(last))
     equal({"records": slots[targets[live]]}, {"records": wanted})
     again = jax.jit(lambda slots, operands: attend_only(slots, operands, last)[1])
     attended = again(slots, operands)
@@ -243,7 +244,8 @@ def shared(inputs: Inputs, backend: Backend) -> FusedWork:
     after = inputs.after
     names = ("offset", "row_format", "value_width", "scale")
     fused, parts = _steps(backend, {name: getattr(after, name) for name in names}, lambda _: 0)
-    attention = Attention(*map(jnp.array, (after.query, after.location, inputs.selection)))
+    given = after.query, after.location, inputs.selection, inputs.missing
+    attention = Attention(*map(jnp.array, given))
     host = jax.device_put(jnp.array(inputs.host), host_sharding())
     live, record_bytes = int(inputs.fetches.counts.sum()), inputs.slots.shape[1] * WORD_BYTES
     row_bytes = sparse_attention.row_bytes_of(after)

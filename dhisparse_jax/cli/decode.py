@@ -11,7 +11,8 @@ from rich.console import Console
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, check_output, decode_document
+from dhisparse_jax.cli.report import OutputFile, check_outputs, decode_document, output_file
+from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class DecodeOptions:
     draft: opt.DraftOptions
     sampling: opt.SamplingOptions
     json: Path | None
+    record_selections: Path | None
     trace_dir: Path | None
 
 
@@ -46,13 +48,14 @@ def decode(  # noqa: PLR0913  # one parameter an option
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
-    draft: opt.Draft = opt.NO_DRAFT,
+    draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
     top_p: opt.TopP = 1.0,
     seed: opt.Seed = 0,
     json: opt.Json = None,
+    record_selections: opt.RecordSelections = None,
     trace_dir: opt.TraceDir = None,
 ) -> None:
     """Continue texts over the KV hierarchy.
@@ -67,10 +70,11 @@ def decode(  # noqa: PLR0913  # one parameter an option
             dtype=dtype,
             prompt_files=tuple(prompt_file or ()),
             max_new_tokens=max_new_tokens,
-            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch),
-            draft=opt.DraftOptions.of(draft, draft_length),
+            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
+            draft=opt.DraftOptions.of(model, draft, draft_length),
             sampling=opt.SamplingOptions(temperature, top_k, top_p, seed),
             json=json,
+            record_selections=record_selections,
             trace_dir=trace_dir,
         )
     )
@@ -86,16 +90,19 @@ def run(options: DecodeOptions) -> None:
     # What can be refused without a model is refused before one is loaded.
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
-    check_output(options.json, options.prompt_files)
-    output = OutputFile(options.json) if options.json else None
-    try:
-        work(options, prompts, output)
-    finally:
-        if output:
-            output.discard()
+    written = {"--json": options.json, "--record-selections": options.record_selections}
+    check_outputs(written, options.prompt_files)
+    selections = output_file(options.record_selections, "--record-selections")
+    with output_file(options.json) as output, selections as selected:
+        work(options, prompts, output, selected)
 
 
-def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile | None) -> None:
+def work(
+    options: DecodeOptions,
+    prompts: Sequence[Prompt],
+    output: OutputFile | None,
+    selections: OutputFile | None,
+) -> None:
     """Load, decode, and report, also when interrupted. Raises as `run`."""
     from dhisparse_jax.cli.record import RunRecord
     from dhisparse_jax.cli.session import setting_of
@@ -111,7 +118,7 @@ def work(options: DecodeOptions, prompts: Sequence[Prompt], output: OutputFile |
         record = RunRecord.of(requests)
         stopped: BaseException | None = None
         try:
-            with trace(options.trace_dir):
+            with trace(options.trace_dir), recorded(engine, selections):
                 follow(engine, requests, record, loaded, (out, err), check_interrupt)
         except BaseException as error:  # whatever it was, the tokens so far are kept
             stopped = error

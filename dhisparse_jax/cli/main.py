@@ -14,6 +14,7 @@ from typing import Annotated, cast
 
 import typer
 
+from dhisparse_jax.cli.convert import convert
 from dhisparse_jax.cli.decode import decode
 from dhisparse_jax.cli.evaluate import evaluate
 from dhisparse_jax.cli.serve import serve
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command()(decode)
 app.command()(evaluate)
+app.command()(convert)
 app.command()(serve)
 app.command("verify-hf")(verify_hf)
 

@@ -24,6 +24,7 @@ OUTPUT = "Output"
 
 BUNDLED_MODEL = "tiny"
 NO_DRAFT = "none"
+BUNDLED_DRAFT = "dflash2"
 MOST_AT_ONCE = 8
 
 
@@ -42,6 +43,13 @@ class DtypeName(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class ExpertsName(StrEnum):
+    """What becomes of experts that a checkpoint has quantised."""
+
+    STORED = "stored"
+    FLOAT = "float"
+
+
 @dataclass(frozen=True)
 class HierarchyOptions:
     """The options of the hierarchy, as given.
@@ -50,11 +58,13 @@ class HierarchyOptions:
         policy: how device memory is shared out.
         hot_rows: rows per request on the device; None: from the memory there is.
         batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
+        record: keep what a step selects, so that it can be recorded.
     """
 
     policy: PolicyName
     hot_rows: int | None = None
     batch: int | None = None
+    record: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,14 @@ class DraftOptions:
     auto: bool = False
 
     @classmethod
-    def of(cls, name: str, length: str | None) -> "DraftOptions":
-        """From the two options; `length` is a number or AUTO."""
+    def of(cls, model: str, name: str | None, length: str | None) -> "DraftOptions":
+        """From the options; `length` is a number or AUTO.
+
+        Without a name, the bundled model gets the bundled draft, and others none.
+        """
         auto = length == AUTO
+        if name is None:
+            name = BUNDLED_DRAFT if model == BUNDLED_MODEL else NO_DRAFT
         return cls(name, None if length is None or auto else int(length), auto)
 
 
@@ -101,6 +116,15 @@ Model = Annotated[
 Dtype = Annotated[
     DtypeName,
     typer.Option("--dtype", help="What the model computes and keeps its history in."),
+]
+
+Experts = Annotated[
+    ExpertsName,
+    typer.Option(
+        "--experts",
+        help="Quantised experts. stored: they stay as they are in memory, and scales are applied "
+        "inside the matrix products; float: they become numbers of --dtype.",
+    ),
 ]
 
 # How the hierarchy is set up
@@ -138,13 +162,14 @@ Batch = Annotated[
 
 # How several tokens come out of one step
 Draft = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--draft",
         metavar="none|dflash|dflash2|dspark|DIR",
         help="A small model that proposes tokens, which the model verifies together: a bundled "
         "one, or the folder of a checkpoint made for this model. Greedy tokens are the same with "
-        "every draft, sampled ones have the same distribution.",
+        f"every draft, sampled ones have the same distribution. Default: {BUNDLED_DRAFT} for "
+        "tiny, none for other models.",
         rich_help_panel=SPECULATION,
     ),
 ]
@@ -230,6 +255,16 @@ Json = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+RecordSelections = Annotated[
+    Path | None,
+    typer.Option(
+        "--record-selections",
+        metavar="FILE",
+        help="Write which rows every step selected, also when interrupted: what "
+        "`python -m bench.simulate --trace FILE` replays.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 TraceDir = Annotated[
     Path | None,
     typer.Option(
@@ -244,6 +279,22 @@ TraceDir = Annotated[
 Files = Annotated[
     list[str],
     typer.Argument(metavar="FILE", help="Files to evaluate, each on its own."),
+]
+
+# What convert reads and writes
+SourceDir = Annotated[
+    str, typer.Argument(metavar="HF_DIR", help="The folder of a Hugging Face checkpoint.")
+]
+TargetDir = Annotated[
+    str, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")
+]
+ConvertDtype = Annotated[
+    DtypeName | None,
+    typer.Option(
+        "--dtype",
+        help="What quantised weights become, but for experts that stay stored. Default: what the "
+        "weights are that are not quantised.",
+    ),
 ]
 
 # What verify-hf compares
@@ -262,6 +313,15 @@ Split = Annotated[
         metavar="N",
         callback=count,
         help="Tokens to prefill; the rest are decoded one by one. Default: half of S.",
+    ),
+]
+Queries = Annotated[
+    int,
+    typer.Option(
+        "--queries",
+        metavar="T",
+        callback=count,
+        help="Tokens to decode per step, as with a draft of T - 1.",
     ),
 ]
 Tolerance = Annotated[

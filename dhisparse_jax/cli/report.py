@@ -1,13 +1,15 @@
 """The JSON documents: written whole or not at all. Knows nothing about display."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dhisparse_jax.cli.prompts import STANDARD_INPUT
 from dhisparse_jax.errors import UserError
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from dhisparse_jax.cli.record import RunRecord
     from dhisparse_jax.engine.memory import Sizes
 
-# A list of integers over several lines. A string cannot match: it holds no line ends.
-_NUMBERS = re.compile(r"\[\n([\d,\s-]+)\]")
+# A list of numbers over several lines. A string cannot match: it holds no line ends.
+_NUMBERS = re.compile(r"\[\n([\d,\s.e+-]+)\]")
 
 
 @dataclass(frozen=True)
@@ -78,70 +80,106 @@ def json_line(document: dict[str, Any]) -> str:
     return json.dumps(document, allow_nan=False)
 
 
-def check_output(json: Path | None, inputs: Iterable[str | Path]) -> None:
-    """Raises UserError where the document would replace what is read; - is standard input."""
-    for name in inputs:
-        if json and str(name) != STANDARD_INPUT and json.exists() and os.path.samefile(json, name):
-            raise UserError(f"--json {json} is also read; name another file")
+def document_text(document: dict[str, Any], *, allow_nan: bool = False) -> str:
+    """The document indented, but with a line per list of numbers."""
+    text = json.dumps(document, indent=2, allow_nan=allow_nan) + "\n"
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+
+
+def check_outputs(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
+    """Whether no file that is written replaces one that is read, or another one that is written.
+
+    Args:
+        written: files by the option that names them; None for none.
+        read: files; - is standard input.
+
+    Raises:
+        UserError: one does.
+    """
+    given = [(option, path) for option, path in written.items() if path]
+    for option, path in given:
+        for name in read:
+            if str(name) != STANDARD_INPUT and path.exists() and os.path.samefile(path, name):
+                raise UserError(f"{option} {path} is also read; name another file")
+    for (first, path), (second, other) in itertools.combinations(given, 2):
+        if os.path.realpath(path) == os.path.realpath(other):
+            raise UserError(f"{first} and {second} are both {path}; name two files")
 
 
 class OutputFile:
     """A file that appears whole or not at all.
 
     Made before the work starts, so that a path that cannot be written is found at once. What is
-    already at the path stays until `write` replaces it.
+    already at the path stays until `keep` replaces it.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Prepare to write `path`.
+    def __init__(self, path: Path, option: str = "--json") -> None:
+        """Prepare to write `path`, which an option named.
 
         Raises:
             UserError: `path` is a directory, its folder is missing, or it cannot be written.
         """
         if path.is_dir():
-            raise UserError(f"--json {path} is a directory; name a file")
+            raise UserError(f"{option} {path} is a directory; name a file")
         if not path.parent.is_dir():
-            raise UserError(f"--json {path}: there is no folder {path.parent}")
+            raise UserError(f"{option} {path}: there is no folder {path.parent}")
         # A link keeps being one. A device or pipe (/dev/stdout) cannot be replaced by a rename.
         self._path = Path(os.path.realpath(path)) if not _is_special(path) else path
         self._temporary: Path | None = None
+        self._option = option
         try:
             if _is_special(path):
                 with path.open("a"):
                     return
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=self._path.parent)
         except OSError as error:
-            raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
+            raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
         os.close(handle)
         self._temporary = Path(name)
 
     def write(self, document: dict[str, Any]) -> None:
-        """Write `document`, indented but with a line per list of numbers, and put it in place.
+        """Write `document` and put it in place.
 
         Raises:
             UserError: it cannot be written, for example because the disk is full.
         """
-        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-        text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
         try:
-            self._put(text)
+            with self.open() as file:
+                file.write(document_text(document).encode())
+            self.keep()
         except OSError as error:
-            raise UserError(f"--json {self._path} cannot be written: {error.strerror}") from None
+            where = f"{self._option} {self._path}"
+            raise UserError(f"{where} cannot be written: {error.strerror}") from None
 
-    def _put(self, text: str) -> None:
-        if self._temporary is None:
-            self._path.write_text(text, encoding="utf-8")
-            return
-        self._temporary.write_text(text, encoding="utf-8")
-        self._temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would surprise
-        self._temporary.replace(self._path)
-        self._temporary = None
+    def open(self) -> BinaryIO:
+        """What is to become the file, empty."""
+        return (self._temporary or self._path).open("wb")
+
+    def keep(self) -> None:
+        """Put what was written in place."""
+        if self._temporary is not None:
+            self._temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would surprise
+            self._temporary.replace(self._path)
+            self._temporary = None
 
     def discard(self) -> None:
-        """Remove what was prepared and not written; does nothing after `write`."""
+        """Remove what was prepared and not kept."""
         if self._temporary is not None:
             self._temporary.unlink(missing_ok=True)
             self._temporary = None
+
+
+@contextlib.contextmanager
+def output_file(
+    path: Path | None, option: str = "--json"
+) -> Generator[OutputFile | None, None, None]:
+    """An `OutputFile` that is discarded if the body does not keep it; None for None."""
+    output = OutputFile(path, option) if path else None
+    try:
+        yield output
+    finally:
+        if output:
+            output.discard()
 
 
 def _is_special(path: Path) -> bool:

@@ -12,7 +12,8 @@ from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt
-from dhisparse_jax.cli.report import OutputFile, Setting, check_output
+from dhisparse_jax.cli.report import OutputFile, Setting, check_outputs, output_file
+from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.cli.trace_file import TraceLine, read_trace
 from dhisparse_jax.errors import UserError
 
@@ -38,6 +39,7 @@ class ServeOptions:
     draft: opt.DraftOptions
     sampling: opt.SamplingOptions
     json: Path | None
+    record_selections: Path | None
 
 
 def serve(  # noqa: PLR0913  # one parameter an option
@@ -50,12 +52,13 @@ def serve(  # noqa: PLR0913  # one parameter an option
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
-    draft: opt.Draft = opt.NO_DRAFT,
+    draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
     top_p: opt.TopP = 1.0,
     json: opt.Json = None,
+    record_selections: opt.RecordSelections = None,
 ) -> None:
     """Replay a trace of requests against the engine.
 
@@ -72,10 +75,11 @@ def serve(  # noqa: PLR0913  # one parameter an option
             virtual=time is own.TimeName.VIRTUAL,
             tpot_ms=tpot_ms,
             interval=interval,
-            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch),
-            draft=opt.DraftOptions.of(draft, draft_length),
+            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
+            draft=opt.DraftOptions.of(model, draft, draft_length),
             sampling=opt.SamplingOptions(temperature, top_k, top_p, 0),
             json=json,
+            record_selections=record_selections,
         )
     )
 
@@ -89,16 +93,19 @@ def run(options: ServeOptions) -> None:
     """
     lines = read_trace(options.trace)
     read = [line.prompt_file for line in lines if line.prompt_file]
-    check_output(options.json, [options.trace, *read])
-    output = OutputFile(options.json) if options.json else None
-    try:
-        work(options, lines, output)
-    finally:
-        if output:
-            output.discard()
+    written = {"--json": options.json, "--record-selections": options.record_selections}
+    check_outputs(written, [options.trace, *read])
+    selections = output_file(options.record_selections, "--record-selections")
+    with output_file(options.json) as output, selections as selected:
+        work(options, lines, output, selected)
 
 
-def work(options: ServeOptions, lines: list[TraceLine], output: OutputFile | None) -> None:
+def work(
+    options: ServeOptions,
+    lines: list[TraceLine],
+    output: OutputFile | None,
+    selections: OutputFile | None,
+) -> None:
     """Load, replay, and report, also when interrupted. Raises as `run`."""
     from dhisparse_jax.cli.serve_display import ServeDisplay, summary_table
     from dhisparse_jax.cli.serving import ServingRecord
@@ -117,7 +124,8 @@ def work(options: ServeOptions, lines: list[TraceLine], output: OutputFile | Non
         record = ServingRecord(clock.now, state, options.interval)
         stopped: BaseException | None = None
         try:
-            with ServeDisplay(record, len(arrivals), err) as display:
+            showing = ServeDisplay(record, len(arrivals), err)
+            with recorded(engine, selections), showing as display:
                 for event in replay(engine, arrivals, clock):
                     record.add(event)
                     display.show()

@@ -8,6 +8,7 @@ from dhisparse_jax.cli.options import (
     NO_DRAFT,
     DraftOptions,
     DtypeName,
+    ExpertsName,
     HierarchyOptions,
     PolicyName,
 )
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
 LEAST_TAIL = 16
 
 
-def load_model(name: str, dtype: DtypeName = DtypeName.FLOAT32) -> "LoadedModel":
+def load_model(
+    name: str,
+    dtype: DtypeName = DtypeName.FLOAT32,
+    experts: ExpertsName = ExpertsName.STORED,
+) -> "LoadedModel":
     """Load `tiny` or a checkpoint folder. Raises UserError where there is none that works."""
     from dhisparse_jax.models import registry
 
-    return registry.load(name, dtype.value)
+    return registry.load(name, dtype.value, stored_experts=experts is ExpertsName.STORED)
 
 
 def load_draft(options: DraftOptions, loaded: "LoadedModel") -> "Draft":
@@ -114,6 +119,7 @@ def make_engine(
         queries=queries,
         hot_rows=options.hot_rows or default_hot_rows(geometry, rows, capacity),
         tail=max(LEAST_TAIL, 2 * queries),
+        record_selections=options.record,
     )
     draft = draft or protocol.NO_DRAFT
     rule = rule_of(draft.drafter, auto)

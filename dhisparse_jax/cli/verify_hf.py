@@ -32,6 +32,7 @@ class Verdict:
         argmax_agreement: share of positions with the same most likely token, 0 to 1.
         policy: name of the policy.
         split: tokens that were prefilled.
+        queries: tokens that were decoded per step.
         tokens: S, all tokens.
         fetched_rows: records read from the host pool while decoding the others.
         tolerance: what `max_abs_diff` may be.
@@ -42,6 +43,7 @@ class Verdict:
     argmax_agreement: float
     policy: str
     split: int
+    queries: int
     tokens: int
     fetched_rows: int
     tolerance: float
@@ -53,15 +55,17 @@ def verify_hf(
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     split: opt.Split = None,
+    queries: opt.Queries = 1,
     tolerance: opt.Tolerance = TOLERANCE,
 ) -> None:
     """Compare logits with a reference's, in float32, through prefill and decode.
 
-    The first --split tokens are prefilled, the others are decoded one by one from the ids given,
-    and the logits of every position are compared.
+    The first --split tokens are prefilled, the others are decoded from the ids given, --queries of
+    them per step, and the logits of every position are compared.
 
     The last line of standard output is one JSON object with max_abs_diff (null: a logit is not
-    finite), argmax_agreement, policy, split, tokens, fetched_rows, tolerance and passed. Exit
+    finite), argmax_agreement, policy, split, queries, tokens,
+    fetched_rows, tolerance and passed. Exit
     code: 0 passed, 1 not passed, 2 could not be run.
     """
     from dhisparse_jax.cli.session import load_model, make_engine
@@ -73,9 +77,20 @@ def verify_hf(
     loaded = load_model(directory)
     check_vocabulary(loaded, tokens, reference)
     hierarchy = opt.HierarchyOptions(policy, hot_rows, 1)
-    engine = make_engine(loaded, hierarchy, requests=1, positions=len(tokens))
+    engine = make_engine(loaded, hierarchy, requests=1, positions=len(tokens), queries=queries)
     logits, fetched_rows = run(engine, tokens.tolist(), split)
-    verdict = compare(logits, reference, policy.value, split, fetched_rows, tolerance)
+    difference, agreement = compare(logits, reference)
+    verdict = Verdict(
+        max_abs_diff=difference,
+        argmax_agreement=agreement,
+        policy=policy.value,
+        split=split,
+        queries=queries,
+        tokens=len(tokens),
+        fetched_rows=fetched_rows,
+        tolerance=tolerance,
+        passed=difference is not None and difference <= tolerance,
+    )
     typer.echo(
         f"{'passed' if verdict.passed else 'FAILED'}: {loaded.name}, {len(tokens)} tokens, "
         f"{split} prefilled, policy {policy.value}"
@@ -177,29 +192,17 @@ def check_vocabulary(
 
 
 def compare(
-    logits: "Float[np.ndarray, 'S V']",
-    reference: "Float[np.ndarray, 'S V']",
-    policy: str,
-    split: int,
-    fetched_rows: int,
-    tolerance: float,
-) -> Verdict:
-    """Differences in float64; a NaN or infinity on either side is a failure."""
+    logits: "Float[np.ndarray, 'S V']", reference: "Float[np.ndarray, 'S V']"
+) -> tuple[float | None, float]:
+    """The largest difference, in float64, and how often the most likely token is the same.
+
+    The difference is None where there is a NaN or an infinity on either side.
+    """
     import numpy as np
 
     difference = float(np.abs(logits.astype(np.float64) - reference.astype(np.float64)).max())
-    finite = math.isfinite(difference)
     agreement = float((logits.argmax(-1) == reference.argmax(-1)).mean())
-    return Verdict(
-        max_abs_diff=difference if finite else None,
-        argmax_agreement=agreement,
-        policy=policy,
-        split=split,
-        tokens=len(reference),
-        fetched_rows=fetched_rows,
-        tolerance=tolerance,
-        passed=finite and difference <= tolerance,
-    )
+    return difference if math.isfinite(difference) else None, agreement
 
 
 def shape_text(array: "Shaped[np.ndarray, '...']") -> str:

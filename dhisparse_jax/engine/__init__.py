@@ -5,6 +5,9 @@ events.py    what the engine reports while it runs
 memory.py    sizes of the state, and whether they fit
 meter.py     seconds of a step and of a fetched byte, for the schedule of verification
 compiled.py  the jitted functions of one engine
+host_pages.py  who has which page of host memory
+prefixes.py  which row has a text that begins as a new one does
+sharing.py   what a request takes over from another one
 machine.py   the device half: what can be done to a row
 session.py   a request outside of its row
 job.py       a request on its way through the engine
@@ -14,6 +17,7 @@ flight.py    dispatches between their launch and their landing
 step_times.py  what a step takes, by how many requests take part
 pace.py      how many may run at once, under a bound on the time per token
 engine.py    continuous batching over a fixed number of request rows
+recording.py what every step selects, in a file, and read back
 store.py     sessions on disk
 replay.py    requests that arrive over time
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path

@@ -5,11 +5,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax import prefill
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
@@ -19,8 +19,6 @@ from dhisparse_jax.sampling import Sampler, choose
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
 from dhisparse_jax.speculation.schedule import Load, join_load
 from dhisparse_jax.step import Speculation, Texts, decode_steps, finish_step, forward
-from pallas_kernels.retrieve.api import retrieve as retrieve_op
-from pallas_kernels.retrieve.types import Fetches
 
 
 @pytree
@@ -28,13 +26,16 @@ class Hidden:
     """Residual stream of a prompt in prefill.
 
     Attributes:
-        now: after the last finished group; row = position, P rows, the capacity in whole chunks.
-        taps: after each tapped layer, of the newest positions: position p is in row p mod Q, where
-            Q is a number of whole chunks.
+        now: after the last finished group; position p is in row p - origin. P rows, the capacity in
+            whole chunks.
+        taps: after each tapped layer, of the newest positions: position p is in row (p - origin)
+            mod Q, where Q is a number of whole chunks.
+        origin: first position that is computed; those before are shared.
     """
 
     now: Float[Array, "P D"]
     taps: Float[Array, "taps Q D"]
+    origin: Int[Array, ""]
 
 
 class Compiled:
@@ -76,14 +77,8 @@ class Compiled:
             static_argnums=1,
             donate_argnums=(2, 3),
         )
-        self.empty_prompt = jax.jit(
-            lambda pool: prefill.empty_prompt(cfg, pool, chunk),
-            static_argnums=0,
-            out_shardings=SingleDeviceSharding(jax.devices()[0]),  # committed, see Engine
-        )
-        self.join = jax.jit(
-            lambda state, row, length: requests.join(state, cfg, row, length), donate_argnums=0
-        )
+        self.begin_prompt = jax.jit(partial(_begin_prompt, cfg, chunk), static_argnums=1)
+        self.join = jax.jit(partial(_join, cfg), donate_argnums=0)
         self.leave = jax.jit(lambda state, row: requests.leave(state, cfg, row), donate_argnums=0)
         self.admit = jax.jit(partial(_admit, cfg), static_argnums=1, donate_argnums=0)
         self.first_token = jax.jit(partial(_first_token, model))
@@ -101,12 +96,40 @@ class Compiled:
         return sum(f._cache_size() for f in vars(self).values() if hasattr(f, "_cache_size"))
 
 
+def _join(
+    cfg: HierarchyConfig,
+    state: HierarchyState,
+    row: Int[Array, ""],
+    length: Int[Array, ""],
+    entry: Entry,
+) -> HierarchyState:
+    """A request joins with the index keys that it shares."""
+    state = requests.share_keys(state, cfg, row, entry.donor, entry.shared)
+    return requests.join(state, cfg, row, length, entry.pages)
+
+
+def _begin_prompt(
+    cfg: HierarchyConfig,
+    chunk: int,
+    state: HierarchyState,
+    pool: int,
+    row: Int[Array, ""],
+    entry: Entry,
+) -> Prompt:
+    return prefill.begin_prompt(cfg, chunk, state, pool, row, entry.source, entry.shared)
+
+
 def _embed(
-    model: ServedModel, taps: int, tap_rows: int, params: Params, tokens: Int[Array, " P"]
+    model: ServedModel,
+    taps: int,
+    tap_rows: int,
+    params: Params,
+    tokens: Int[Array, " P"],
+    origin: Int[Array, ""],
 ) -> Hidden:
-    """A prompt before the first group."""
+    """A prompt from position `origin` on, before the first group."""
     x = model.embed(params, tokens[None])[0]
-    return Hidden(now=x, taps=jnp.zeros((taps, tap_rows, x.shape[1]), x.dtype))
+    return Hidden(now=x, taps=jnp.zeros((taps, tap_rows, x.shape[1]), x.dtype), origin=origin)
 
 
 def _logits(
@@ -120,12 +143,12 @@ def _logits(
 def _first_token(
     model: ServedModel,
     params: Params,
-    hidden: Float[Array, "P D"],
+    hidden: Hidden,
     length: Int[Array, ""],
     sampler: Sampler,
 ) -> Int[Array, ""]:
     """The token after a prompt of `length` tokens; `sampler` has one row."""
-    logits = model.logits(params, hidden[length - 1][None, None])[0]
+    logits = model.logits(params, hidden.now[length - 1 - hidden.origin][None, None])[0]
     return choose(logits, sampler, length[None])[0]
 
 
@@ -152,18 +175,25 @@ def _draft_step(
     return drafter.commit(draft_params, state, features, length, count)
 
 
-def _draft_prompt(
+def _draft_prompt(  # noqa: PLR0913  # what jit binds, and what it is called with
     drafter: Drafter,
     chunk: int,
     params: Params,
     state: DraftState,
     row: Int[Array, ""],
     taps: Float[Array, "taps Q D"],
+    origin: Int[Array, ""],
     start: Int[Array, ""],
     length: Int[Array, ""],
 ) -> DraftState:
-    """Give the drafter the positions from `start` to `start + chunk` of a prompt of `length`."""
-    piece = lax.dynamic_slice_in_dim(taps, start % taps.shape[1], chunk, axis=1)
+    """Give the drafter the positions from `start` to `start + chunk` of a prompt of `length`.
+
+    It knows nothing of positions before `origin`, whose features are zeros: what it proposes is
+    poor until they leave its window.
+    """
+    own = start - origin
+    piece = lax.dynamic_slice_in_dim(taps, own % taps.shape[1], chunk, axis=1)
+    piece = jnp.where(own >= 0, piece, 0)
     features = jnp.moveaxis(piece, 0, 1).reshape(1, chunk, -1)
     mine = _take_row(state, row)
     count = jnp.minimum(length - start, chunk)
@@ -190,22 +220,24 @@ def _capture(
     length: Int[Array, ""],
 ) -> Prompt:
     """Host records and index keys of one pool and row; undefined from `length` on."""
-    mine = state.pools[pool]
-    position = jnp.arange(cfg.capacity, dtype=jnp.int32)
-    every = jnp.broadcast_to(position, (cfg.requests, cfg.capacity))
-    count = jnp.zeros(cfg.requests, jnp.int32).at[row].set(length)
-    room = jnp.zeros((cfg.capacity, mine.host.shape[1]), jnp.int32)
+    room = jnp.zeros((cfg.capacity, cfg.record_words(pool)), jnp.int32)
     return Prompt(
-        records=retrieve_op(mine.host, room, Fetches(every, every, count)),
-        keys=mine.index_keys[row],
+        records=requests.recall(state, cfg, pool, state.host_page_of[row], length, room),
+        keys=state.pools[pool].index_keys[row],
     )
 
 
 def _admit(
-    cfg: HierarchyConfig, state: HierarchyState, pool: int, row: Int[Array, ""], prompt: Prompt
+    cfg: HierarchyConfig,
+    state: HierarchyState,
+    pool: int,
+    row: Int[Array, ""],
+    prompt: Prompt,
+    kept: Int[Array, ""],
 ) -> HierarchyState:
+    """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
     records, keys = prompt.records[: cfg.capacity], prompt.keys[: cfg.capacity]
-    return requests.admit_prompt(state, cfg, pool, row, records, keys)
+    return requests.admit_prompt(state, cfg, pool, row, records, keys, kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with
@@ -219,7 +251,10 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
     prompt: Prompt,
     start: Int[Array, ""],
 ) -> tuple[Hidden, Prompt]:
-    """One chunk of a prompt through one group; `hidden` is updated in place."""
+    """One chunk of a prompt through one group; `hidden` is updated in place.
+
+    `start` is the first row of the chunk in `hidden.now`.
+    """
 
     def attend_it(
         opened: OpenPrompt,
@@ -230,8 +265,9 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
         return prefill.attend_prompt(opened, cfg, layer, row, query)
 
     x = lax.dynamic_slice_in_dim(hidden.now, start, chunk)[None]
-    positions = start + jnp.arange(chunk, dtype=jnp.int32)[None]
-    open_it = partial(prefill.open_prompt, prompt, cfg, start)
+    first = hidden.origin + start
+    positions = first + jnp.arange(chunk, dtype=jnp.int32)[None]
+    open_it = partial(prefill.open_prompt, prompt, cfg, first)
     places = places_of(cfg.geometry, pool, taps)
     x, tapped, opened = model.run_group(params, pool, x, positions, open_it, attend_it, places)
     now = lax.dynamic_update_slice_in_dim(hidden.now, x[0], start, axis=0)
@@ -239,4 +275,4 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
     for layer, stream in zip(layers_of(cfg.geometry, pool, places), tapped, strict=True):
         at = (jnp.int32(taps.index(layer)), start % kept.shape[1], jnp.int32(0))
         kept = lax.dynamic_update_slice(kept, stream.astype(kept.dtype), at)
-    return Hidden(now=now, taps=kept), opened.prompt
+    return Hidden(now=now, taps=kept, origin=hidden.origin), opened.prompt

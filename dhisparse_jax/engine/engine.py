@@ -199,6 +199,7 @@ class Engine(Machine):
 
     def _check(self, request: Request) -> None:
         check_request(request, self.model, self.cfg, self.drafter.length)
+        self.sharing.check(request.name, request.end(self.cfg.capacity))
 
     def _queue(self, request: Request, draw: int, priority: int, session: Session | None) -> int:
         job = Job(self._next, request, draw, session=session)

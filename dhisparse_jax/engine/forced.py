@@ -36,9 +36,10 @@ def forced_logits(
         raise UserError(f"a split of {split} is outside 1..{count}, the number of tokens")
     if count + engine.cfg.queries - 1 > capacity:
         raise UserError(f"{count} tokens do not fit into a context of {capacity}")
+    entry = engine.sharing.enter(0, (), count)
     try:
-        hidden = yield from engine.prefill(0, 0, tokens[:split])
-        yield from _prompt_logits(engine, hidden, split)
+        hidden = yield from engine.prefill(0, 0, tokens[:split], entry)
+        yield from _prompt_logits(engine, hidden.now, split)
         yield from _decode(engine, tokens, split)
     finally:
         engine.leave(0)

@@ -3,9 +3,8 @@
 import dataclasses
 from collections.abc import Generator, Sequence
 
-from jaxtyping import Array, Float
-
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.engine.compiled import Hidden
 from dhisparse_jax.engine.events import Event, FinishReason
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import Session
@@ -13,7 +12,7 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import ServedModel
 from dhisparse_jax.step import MAX_STOPS
 
-Prefill = Generator[Event, None, Float[Array, "P D"]]
+Prefill = Generator[Event, None, Hidden]
 """A prefill between two of its pieces."""
 
 

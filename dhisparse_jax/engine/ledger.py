@@ -18,21 +18,19 @@ class Claim:
     """Amounts of everything that is handed out with a row.
 
     Attributes:
-        host_rows: positions of the host pools.
         index_keys: positions of the index keys.
         hot_pages: pages of all hot pools.
         tail_slots: slots of the tails of all pools.
     """
 
-    host_rows: int = 0
     index_keys: int = 0
     hot_pages: int = 0
     tail_slots: int = 0
 
     @property
-    def amounts(self) -> tuple[int, int, int, int]:
+    def amounts(self) -> tuple[int, int, int]:
         """All of them, in order."""
-        return self.host_rows, self.index_keys, self.hot_pages, self.tail_slots
+        return self.index_keys, self.hot_pages, self.tail_slots
 
     def __add__(self, other: "Claim") -> "Claim":
         """Sum, field by field."""
@@ -72,9 +70,9 @@ class Ledger:
         """An empty ledger; by default, all free host memory can be parked in."""
         pages = sum(layout.pages(cfg, number) for number in range(len(cfg.hot_pools)))
         every = cfg.requests * cfg.capacity
-        total = Claim(every, every, pages, cfg.requests * cfg.pools * cfg.tail)
+        total = Claim(every, pages, cfg.requests * cfg.pools * cfg.tail)
         floor = cfg.pools * cfg.floor_pages
-        claim = Claim(cfg.capacity, cfg.capacity, floor, cfg.pools * cfg.tail)
+        claim = Claim(cfg.capacity, floor, cfg.pools * cfg.tail)
         return cls(total, claim, free_host_bytes() if parking is None else parking)
 
     @property

@@ -13,12 +13,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.compiled import Compiled
+from dhisparse_jax.engine.compiled import Compiled, Hidden
 from dhisparse_jax.engine.events import Event, PrefillProgress
 from dhisparse_jax.engine.memory import check_memory
 from dhisparse_jax.engine.meter import Meter, seconds_of
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import Session, fingerprint
+from dhisparse_jax.engine.sharing import Entry, Sharing
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
@@ -55,6 +56,7 @@ class Machine:
         sizes: bytes of its parts.
         stepwise: wait for every piece of prefill, so that what it takes can be known.
         compiled: the jitted functions.
+        sharing: who has which host pages.
 
     Raises:
         UserError: if the state does not fit into memory, or exceeds the model's context, or the
@@ -87,31 +89,34 @@ class Machine:
         speculation = Speculation(draft.drafter, rule)
         self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, steps)
         self.state: HierarchyState = init(cfg)
+        self.sharing = Sharing(cfg)
         self.draft_state = commit(draft.drafter.init(cfg.requests))
         self.load = commit(init_load(cfg.requests, draft.drafter.length))
         self.texts = commit(no_texts(cfg.requests))
         self.meter = Meter(cfg, self.state) if rule is not Rule.ALL else Meter(cfg)
 
     def prefill(
-        self, row: int, number: int, tokens: Sequence[int]
-    ) -> Generator[Event, None, Float[Array, "P D"]]:
+        self, row: int, number: int, tokens: Sequence[int], entry: Entry | None = None
+    ) -> Generator[Event, None, Hidden]:
         """Prefill a prompt into a free row, group by group; returns its final hidden states.
 
-        The drafter gets the prompt too. Decode steps may run between two pieces, as long as the
-        row's text says that it writes nothing (`quiet`).
+        The drafter gets the prompt too. By default nothing is shared, and the row can be used up to
+        its capacity. Decode steps may run between two pieces, as long as the row's text says that
+        it writes nothing (`quiet`).
 
         The row is active afterwards, with `len(tokens)` committed positions.
         """
-        chunk = self.compiled.chunk
-        starts = range(0, len(tokens), chunk)
+        entry = entry or self.sharing.enter(row, (), self.cfg.capacity)
+        chunk, own = self.compiled.chunk, tokens[int(entry.shared) :]
+        starts = range(0, len(own), chunk)
         padded = np.zeros(-(-self.cfg.capacity // chunk) * chunk, np.int32)
-        padded[: len(tokens)] = tokens
+        padded[: len(own)] = own
         where = jnp.int32(row)
-        self.state = self.compiled.join(self.state, where, jnp.int32(len(tokens)))
-        hidden = self.compiled.embed(self.params, jnp.asarray(padded))
+        self.state = self.compiled.join(self.state, where, jnp.int32(len(tokens)), entry)
+        hidden = self.compiled.embed(self.params, jnp.asarray(padded), entry.shared)
         total, done = len(starts) * self.cfg.pools, 0
         for pool in range(self.cfg.pools):
-            prompt = self.compiled.empty_prompt(pool)
+            prompt = self.compiled.begin_prompt(self.state, pool, where, entry)
             for start in starts:
                 hidden, prompt = self.compiled.prefill(
                     self.params, pool, hidden, prompt, jnp.int32(start)
@@ -120,27 +125,30 @@ class Machine:
                 if self.stepwise:
                     jax.block_until_ready(hidden)
                 yield PrefillProgress(number, done, total)
-            self.state = self.compiled.admit(self.state, pool, where, prompt)
+            self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
-        self._draft_prompt(where, hidden.taps, len(tokens))
-        return hidden.now
+        self.sharing.has(row, tokens)
+        self._draft_prompt(where, hidden.taps, int(entry.shared), len(tokens))
+        return hidden
 
     def _draft_prompt(
-        self, row: Int[Array, ""], taps: Float[Array, "taps Q D"], length: int
+        self, row: Int[Array, ""], taps: Float[Array, "taps Q D"], origin: int, length: int
     ) -> None:
         """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
         self.draft_state = self.compiled.draft_reset(self.draft_state, row)
         chunk = self.compiled.chunk
-        kept = -(-length // chunk) * chunk - self.compiled.tap_rows
-        for start in range(max(0, kept), length, chunk):
-            where = (jnp.int32(start), jnp.int32(length))
+        first = origin + -(-(length - origin) // chunk) * chunk - self.compiled.tap_rows
+        shared, own = range(max(0, first), origin, chunk), range(max(origin, first), length, chunk)
+        for start, end in [*((p, origin) for p in shared), *((p, length) for p in own)]:
+            where = (jnp.int32(origin), jnp.int32(start), jnp.int32(end))
             self.draft_state = self.compiled.draft_prompt(
                 self.draft_params, self.draft_state, row, taps, *where
             )
 
     def leave(self, row: int) -> None:
-        """Free a row: its pages come back, its records are forgotten."""
+        """Free a row: its pages come back. Its text can be shared until they are needed."""
         self.state = self.compiled.leave(self.state, jnp.int32(row))
+        self.sharing.leave(row)
 
     def quiet(self, row: int) -> None:
         """The row writes nothing until `write` says what."""
@@ -154,9 +162,7 @@ class Machine:
         text = self._commit(text)
         self.texts, self.load = self.compiled.set_text(self.texts, self.load, jnp.int32(row), text)
 
-    def first_token(
-        self, hidden: Float[Array, "P D"], request: Request, draw: int
-    ) -> Int[Array, " one"]:
+    def first_token(self, hidden: Hidden, request: Request, draw: int) -> Int[Array, " one"]:
         """The token after a prefilled prompt."""
         length = jnp.int32(len(request.prompt))
         sampler = sampler_row(request.sampling, draw)
@@ -164,11 +170,10 @@ class Machine:
 
     def _text(self, request: Request, draw: int, anchor: Int[Array, " one"]) -> Texts:
         """What a request is to write, as the one row of a `Texts`."""
-        last = len(request.prompt) + request.max_new_tokens - 1
         stop = (*request.stop, *(NO_SLOT,) * (MAX_STOPS - len(request.stop)))
         return Texts(
             anchor=anchor,
-            end=jnp.asarray([min(last, self.cfg.capacity - 1)], jnp.int32),
+            end=jnp.asarray([request.end(self.cfg.capacity)], jnp.int32),
             stop=jnp.asarray([stop], jnp.int32),
             sampler=sampler_row(request.sampling, draw),
         )
@@ -247,10 +252,13 @@ class Machine:
         by one without features: proposals are poor at first, tokens the same.
         """
         where, length = jnp.int32(row), len(session.text) - 1
-        self.state = self.compiled.join(self.state, where, jnp.int32(length))
+        # Records of its own: they may differ from those of a text in the last bit.
+        entry = self.sharing.enter(row, (), session.request.end(self.cfg.capacity))
+        self.state = self.compiled.join(self.state, where, jnp.int32(length), entry)
         for pool in range(self.cfg.pools):
             prompt = self._prompt(pool, session)
-            self.state = self.compiled.admit(self.state, pool, where, prompt)
+            self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
+        self.sharing.has(row, session.text[:-1])
         if session.draft == self.draft_id:
             ring = jax.tree.unflatten(jax.tree.structure(self.draft_state), session.ring)
             self.draft_state = self.compiled.set_draft_row(self.draft_state, where, ring)
@@ -258,7 +266,7 @@ class Machine:
             stream = jax.eval_shape(self.model.embed, self.params, np.zeros((1, 1), np.int32))
             shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
             taps = self._commit(np.zeros(shape, stream.dtype))
-            self._draft_prompt(where, taps, length)
+            self._draft_prompt(where, taps, 0, length)
         anchor = jnp.asarray([session.text[-1]], jnp.int32)
         self.write(row, session.request, session.draw, anchor)
 

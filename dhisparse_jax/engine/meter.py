@@ -26,6 +26,9 @@ RUNS = 5
 DECAY = 0.9
 """Weight of the past in the moving average of a step's seconds."""
 
+CHANGE = 0.03
+"""Part by which a step's seconds must change to be sent to the device again."""
+
 
 class Meter:
     """Keeps the profile that the schedule of verification reads.
@@ -44,7 +47,7 @@ class Meter:
     def __init__(self, cfg: HierarchyConfig, state: HierarchyState | None = None) -> None:
         self._cfg = cfg
         self._byte_seconds = 0.0 if state is None else link_seconds(cfg, state)
-        self._step_seconds = 1.0
+        self._step_seconds = self._sent = 1.0
         self._dispatches = 0
         self.profile = self._profile()
 
@@ -60,7 +63,9 @@ class Meter:
         first = self._dispatches == 2
         past = 0.0 if first else DECAY
         self._step_seconds = past * self._step_seconds + (1.0 - past) * rest
-        self.profile = self._profile()
+        if abs(self._step_seconds - self._sent) > CHANGE * self._sent:
+            self._sent = self._step_seconds
+            self.profile = self._profile()
 
     def _profile(self) -> Profile:
         queries = self._cfg.requests * self._cfg.queries

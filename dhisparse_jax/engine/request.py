@@ -32,3 +32,7 @@ class Request:
             raise UserError(
                 f"{self.name}: max-new-tokens is {self.max_new_tokens}; it must be >= 1"
             )
+
+    def end(self, capacity: int) -> int:
+        """Position of the last token that it may emit, and how many it commits at most."""
+        return min(len(self.prompt) + self.max_new_tokens, capacity) - 1

@@ -1,7 +1,7 @@
 """Who is in which row, who waits, and who makes room for whom."""
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dhisparse_jax.engine.job import Job
 from dhisparse_jax.engine.ledger import Ledger
@@ -66,12 +66,14 @@ class Roster:
         for victim in victims:
             self.park(victim)
         job = self.waiting.pop(0)
-        job.row = self.rows.index(None)
+        sharing, prompt = self._machine.sharing, job.request.prompt
+        job.row = sharing.best_row([row for row, held in enumerate(self.rows) if held is None])
         self.rows[job.row] = job
         self._ledger.enter(job.number)
         self._machine.quiet(job.row)
         if job.session is None:
-            job.prefill = self._machine.prefill(job.row, job.number, job.request.prompt)
+            entry = sharing.enter(job.row, prompt, self._positions(job))
+            job.prefill = self._machine.prefill(job.row, job.number, prompt, entry)
         else:
             self._machine.restore(job.row, job.session)
             job.session = None
@@ -116,11 +118,19 @@ class Roster:
         lower.sort(key=_rank, reverse=True)
         for count in range(len(lower) + 1):
             victims = tuple(lower[:count])
-            without = [victim.number for victim in victims]
-            if len(running) - count < limit and self._ledger.fits(without):
+            if len(running) - count < limit and self._fits(job, victims):
                 size = sum(self._parked_bytes(victim) for victim in victims)
                 return victims if self._ledger.can_park(size) else None
         return None
+
+    def _fits(self, job: Job, victims: Sequence[Job]) -> bool:
+        rows = [victim.row for victim in victims if victim.row is not None]
+        prompt = job.request.prompt if job.session is None else ()
+        host = self._machine.sharing.fits(prompt, self._positions(job), rows)
+        return host and self._ledger.fits([victim.number for victim in victims])
+
+    def _positions(self, job: Job) -> int:
+        return job.request.end(self._machine.cfg.capacity)
 
     def _parked_bytes(self, job: Job) -> int:
         """What a request in a row takes outside of it; one in prefill starts anew."""
@@ -128,6 +138,9 @@ class Roster:
 
     def _vacate(self, job: Job) -> None:
         assert job.row is not None  # callers ask
+        if job.prefill is None:  # the last token is not in the history
+            text = (*job.request.prompt, *job.produced)
+            self._machine.sharing.has(job.row, text[:-1])
         if job.prefill is not None:
             job.prefill.close()
             job.prefill = None

@@ -10,9 +10,10 @@ retrieve    host records to hot slots
 group       the calls of an attention module: open_group, attend, close_group
 commit      accepted positions become history
 backup      committed records to the host pools
+ghost       what was evicted last, and the worth of a page
 adapt       budgets from the load
 pages       granting and releasing pages
-requests    join, admit_prompt, leave
+requests    join, admit_prompt, leave; what a request takes over from another
 invariants  what must hold between steps
 """
 
@@ -25,6 +26,8 @@ from dhisparse_jax.hierarchy.invariants import check_invariants as check_invaria
 from dhisparse_jax.hierarchy.requests import admit_prompt as admit_prompt
 from dhisparse_jax.hierarchy.requests import join as join
 from dhisparse_jax.hierarchy.requests import leave as leave
+from dhisparse_jax.hierarchy.requests import recall as recall
+from dhisparse_jax.hierarchy.requests import share_keys as share_keys
 from dhisparse_jax.hierarchy.state import HierarchyState as HierarchyState
 from dhisparse_jax.hierarchy.state import abstract as abstract
 from dhisparse_jax.hierarchy.state import init as init

@@ -2,16 +2,32 @@
 
 `resident` and `fixed` give every active request the same pages for its whole life. `adaptive`
 divides the same memory anew: an active request always keeps its floor, which covers the working
-set; what is above goes where a page saves most fetches.
+set; what is above goes where a page saves most fetches, as `ghost.page_value` has measured it.
 
-The value of one more page is estimated as (fetched records per step) / (pages held): the miss curve
-of sparse attention is close to a power law of the budget, whose slope is proportional to that.
-At most `moves_per_step` pages move per hot pool and step, and a page changes hands only if its new
-holder values it `HYSTERESIS` times as much, so residency does not thrash. Free pages also go to
-requests that miss nothing yet, so that a history which fits is never evicted in the first place.
+The rule. In each hot pool, up to `moves_per_step` times per step, the first of these that applies:
+1. Fewer pages are free than the low watermark says: whoever loses least gives one back, so that a
+   newcomer finds free ones.
+2. More are free than the high watermark says: whoever saves most gets one, also if it misses
+   nothing yet, so that a history which fits is never evicted in the first place.
+3. Somebody who misses records would save HYSTERESIS times what another one, above its floor, would
+   lose by a page: it changes hands.
+Nobody gets pages that it cannot fill by the end of the next step: an empty slot saves nothing, and
+whoever had it before would miss it. With no row left for a newcomer there is no reserve, and both
+watermarks are 0.
+
+The bound. A step gives a token or more, so a generated token moves at most `moves_per_step` pages
+of each hot pool. An admission moves others, once in the life of a request: what it takes from those
+who lose least is at most an even share (`admission_budgets`).
+
+Why it does not thrash. What 1 gives back, 2 does not grant: the watermarks are apart. What one
+saves by a page is what it would lose with it again, so after 3 the other one wants its page back
+only if the measured ratio of both has changed by HYSTERESIS squared, in averages over 20 steps; and
+every page more is worth less than the one before, so under a constant load all come to rest. No
+record moves: a released page is a table edit, a granted one is empty.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,18 +35,39 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.ghost import DECAY, learn, page_value, saved_by_next
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
+from pallas_kernels.common.ids import dropping
 
-DECAY = 0.9
-"""Weight of the past in the moving average of fetched records per step."""
+HYSTERESIS = 1.5
 
-HYSTERESIS = 2.0
+HIGH_WATERMARK, LOW_WATERMARK = 128, 256
+"""One page in so many is free above each."""
 
-RESERVE_SHARE = 8
-"""One page in so many stays free while requests grow, so that a newcomer finds some at once."""
+MISSES = 1.5
+"""Who has fetched so many records of late misses some; the prior of a value assumes one."""
 
 _NEVER = -1.0
+_HALVINGS = 32
+
+
+class Holders(NamedTuple):
+    """Everybody who may hold pages of one hot pool: its pools, request after request.
+
+    Attributes:
+        value: fetches per step that a page more would save, with the pages held now.
+        useful: pages that it can fill by the end of the next step.
+        floor: pages that it never falls below; 0 for nobody.
+        active: whether there is a request.
+        misses: whether it fetches more than MISSES.
+    """
+
+    value: Float[Array, " n"]
+    useful: Int[Array, " n"]
+    floor: Int[Array, " n"]
+    active: Bool[Array, " n"]
+    misses: Bool[Array, " n"]
 
 
 def adapt(state: HierarchyState, cfg: HierarchyConfig) -> HierarchyState:
@@ -40,9 +77,14 @@ def adapt(state: HierarchyState, cfg: HierarchyConfig) -> HierarchyState:
     state = dataclasses.replace(state, miss_rate=jnp.where(state.active[None], miss_rate, 0.0))
     if cfg.policy is not Policy.ADAPTIVE:
         return state
+    state = dataclasses.replace(state, benefit=learn(state.benefit, cfg))
     target = state.budget
-    for number, members in enumerate(cfg.hot_pools):
-        target = _move_pages(state, cfg, layout.pages(cfg, number), jnp.array(members), target)
+    for number, pools in enumerate(cfg.hot_pools):
+        members = jnp.array(pools)
+        holders, held = _holders(state, cfg, number), target[members]
+        low, high = watermarks(state, cfg, number)
+        held = _move_pages(held.reshape(-1), holders, cfg, layout.pages(cfg, number), low, high)
+        target = target.at[members].set(held.reshape(members.shape[0], -1))
     changed = jnp.any(target != state.budget)
     return lax.cond(changed, lambda s: set_budgets(s, cfg, target), lambda s: s, state)
 
@@ -53,76 +95,108 @@ def admission_budgets(
     """Budgets that let `request` in: never less than the floor for anybody.
 
     An adaptive newcomer gets its even share, or what is free if that is more, as far as its history
-    can use it; the largest holders shrink to make room.
+    can use it; what is not free comes from those who value it least.
     """
     if cfg.policy is not Policy.ADAPTIVE:
         return state.budget.at[:, request].set(cfg.floor_pages)
     target = state.budget
     for number, pools in enumerate(cfg.hot_pools):
         members, total = jnp.array(pools), layout.pages(cfg, number)
-        free = total - total // RESERVE_SHARE - target[members].sum()
+        holders, held = _holders(state, cfg, number), target[members].reshape(-1)
+        low, _ = watermarks(state, cfg, number)
         even = total // (jnp.maximum(state.active.sum(dtype=jnp.int32), 1) * len(pools))
-        wish = jnp.minimum(jnp.maximum(even, free // len(pools)), _useful(state, cfg)[request])
-        target = target.at[members, request].set(jnp.maximum(wish, cfg.floor_pages))
-        target = target.at[members].set(_fit(target[members], state.active, cfg, total))
+        spare = (total - low - held.sum()) // len(pools)
+        wish = jnp.minimum(jnp.maximum(even, spare), _history(state, cfg)[request])
+        wish = jnp.maximum(wish, cfg.floor_pages)
+        kept = _shrink(held, holders, total - wish * len(pools)).reshape(len(pools), -1)
+        target = target.at[members].set(kept).at[members, request].set(wish)
     return target
 
 
-def _useful(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, " R"]:
+def watermarks(
+    state: HierarchyState, cfg: HierarchyConfig, number: int
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Free pages of a hot pool below which some are released, and above which some are granted."""
+    total, open_rows = layout.pages(cfg, number), ~jnp.all(state.active)
+    mark = lambda share: jnp.where(open_rows, total // share, 0).astype(jnp.int32)
+    return mark(LOW_WATERMARK), mark(HIGH_WATERMARK)
+
+
+def _history(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, " R"]:
     """Pages that the history of each request can fill."""
     used = jnp.minimum(state.length + cfg.queries, cfg.capacity)
     return jnp.maximum(-(-used // cfg.page_slots), cfg.floor_pages)
 
 
-def _fit(
-    target: Int[Array, "m R"], active: Bool[Array, " R"], cfg: HierarchyConfig, total: int
-) -> Int[Array, "m R"]:
-    """Cap the largest holders at one level, the highest that fits into `total` pages.
+def _fillable(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Int[Array, "pools R"]:
+    """Pages for the records that a hot pool holds of everybody, and for those of the next step."""
+    hot = state.hot[number]
+    records = (hot.position >= 0).reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
+    held = jnp.zeros(cfg.pools * cfg.requests, jnp.int32)
+    held = held.at[dropping(hot.owner, held.shape[0])].add(records, mode="drop")
+    coming = jnp.maximum(jnp.ceil(state.miss_rate).astype(jnp.int32), cfg.queries)
+    return -(-(held.reshape(coming.shape) + coming) // cfg.page_slots)
 
-    Targets 9 5 1 with a floor of 1 and 11 pages: level 5 gives 5 5 1, which fits; level 6 does not.
+
+def _holders(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Holders:
+    members = jnp.array(cfg.hot_pools[number])
+    everywhere = lambda leaf: jnp.tile(leaf, members.shape[0])
+    fillable = _fillable(state, cfg, number)[members].reshape(-1)
+    return Holders(
+        value=page_value(state)[members].reshape(-1),
+        useful=jnp.minimum(everywhere(_history(state, cfg)), fillable),
+        floor=everywhere(jnp.where(state.active, cfg.floor_pages, 0)),
+        active=everywhere(state.active),
+        misses=state.miss_rate[members].reshape(-1) > MISSES * (1.0 - DECAY),
+    )
+
+
+def _shrink(held: Int[Array, " n"], holders: Holders, limit: Int[Array, ""]) -> Int[Array, " n"]:
+    """Release pages until `limit` are held at most, so that what is left is worth the same to all.
+
+    The value of a page goes about with the inverse square of the pages held (`ghost`): at the
+    common value v a holder keeps held * sqrt(value / v). With 8 and 8 pages worth 4 and 1, a limit
+    of 12 leaves 8 and 4.
     """
-    floor = jnp.where(active, cfg.floor_pages, 0)[None]
-    level = jnp.arange(cfg.max_pages + 1, dtype=jnp.int32)[:, None, None]
-    capped = jnp.minimum(target[None], jnp.maximum(floor[None], level))
-    fits = capped.sum(axis=(1, 2)) <= total
-    best = jnp.where(fits, level[:, 0, 0], 0).max()
-    return jnp.minimum(target, jnp.maximum(floor, best))
+    weight = held.astype(jnp.float32) * jnp.sqrt(holders.value)
+    floor = jnp.minimum(held, holders.floor)
+    kept = lambda scale: jnp.clip((weight * scale).astype(jnp.int32), floor, held)
+
+    def halve(_: Int[Array, ""], bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low + high) / 2
+        fits = kept(middle).sum() <= limit
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
+
+    # At the largest of these scales everybody keeps everything.
+    least = jnp.min(jnp.where(held > 0, holders.value, jnp.inf))
+    most = 1.001 / jnp.sqrt(jnp.maximum(least, jnp.finfo(jnp.float32).tiny))
+    scale, _ = lax.fori_loop(0, _HALVINGS, halve, (jnp.zeros_like(most), most))
+    return jnp.where(held.sum() <= limit, held, kept(scale))
 
 
 def _move_pages(
-    state: HierarchyState,
-    cfg: HierarchyConfig,
-    total: int,
-    members: Int[Array, " m"],
-    budget: Int[Array, "pools R"],
-) -> Int[Array, "pools R"]:
-    """Up to `moves_per_step` times, one page to whoever values it most.
-
-    It comes from the free pages while there are enough, else from whoever values it least.
-    """
-    rate = state.miss_rate[members].reshape(-1)
-    useful = jnp.tile(_useful(state, cfg), members.shape[0])
-    active = jnp.tile(state.active, members.shape[0])
-    move = lambda _, held: _move_one(held, rate, useful, active, cfg, total)
-    held = lax.fori_loop(0, cfg.moves_per_step, move, budget[members].reshape(-1))
-    return budget.at[members].set(held.reshape(members.shape[0], -1))
-
-
-def _move_one(
     held: Int[Array, " n"],
-    rate: Float[Array, " n"],
-    useful: Int[Array, " n"],
-    active: Bool[Array, " n"],
+    holders: Holders,
     cfg: HierarchyConfig,
     total: int,
+    low: Int[Array, ""],
+    high: Int[Array, ""],
 ) -> Int[Array, " n"]:
-    value = rate / jnp.maximum(held, 1).astype(jnp.float32)
-    wants = jnp.where(active & (held < useful), value, _NEVER)
-    taker = jnp.argmax(wants)
-    gives = jnp.where(active & (held > cfg.floor_pages), value, jnp.inf)
-    giver = jnp.argmin(gives.at[taker].set(jnp.inf))
-    free = total - held.sum() > total // RESERVE_SHARE
-    trade = gives[giver] * HYSTERESIS < wants[taker]
-    grown = held.at[taker].add(1)
-    grown = jnp.where(free, grown, grown.at[giver].add(-1))
-    return jnp.where((wants[taker] >= 0.0) & (free | trade), grown, held)
+    """Up to `moves_per_step` times, one page to or from somebody; see the module."""
+    value = lambda pages: holders.value * saved_by_next(held, pages)
+
+    def move(_: Int[Array, ""], now: Int[Array, " n"]) -> Int[Array, " n"]:
+        free = total - now.sum()
+        grow = free > high
+        asks = holders.active & (now < holders.useful) & (grow | holders.misses)
+        wants = jnp.where(asks, value(now), _NEVER)
+        gives = jnp.where(now > holders.floor, value(now - 1), jnp.inf)
+        taker, giver = jnp.argmax(wants), jnp.argmin(gives)
+        shed = (free < low) & (gives[giver] < jnp.inf)
+        grow = grow & (wants[taker] >= 0.0)
+        trade = ~shed & (free <= high) & (gives[giver] * HYSTERESIS < wants[taker])
+        taken = now.at[taker].add(jnp.where(grow | trade, 1, 0))
+        return taken.at[giver].add(jnp.where(shed | trade, -1, 0))
+
+    return lax.fori_loop(0, cfg.moves_per_step, move, held)

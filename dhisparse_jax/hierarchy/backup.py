@@ -23,7 +23,7 @@ def backup(state: HierarchyState, cfg: HierarchyConfig, start: Int[Array, " R"])
     fresh = state.active[:, None] & (position < state.length[:, None])
     request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
     request = jnp.broadcast_to(request, position.shape)
-    rows = masked(request * cfg.capacity + position, fresh).reshape(-1)
+    rows = layout.host_rows(cfg, state.host_page_of, masked(position, fresh)).reshape(-1)
     pools = range(cfg.pools)
     hosts = backup_op(
         [state.pools[pool].host for pool in pools],

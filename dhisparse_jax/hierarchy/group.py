@@ -65,6 +65,9 @@ def open_group(
         selection = select(state, cfg, pool, index, live)
     with jax.named_scope("plan"):
         planned, state = plan(state, cfg, pool, selection)
+    if cfg.record_selections:
+        kept = state.selection.at[pool].set(selection)
+        state = dataclasses.replace(state, selection=kept)
     return OpenGroup(state=state, plan=planned, selection=selection)
 
 

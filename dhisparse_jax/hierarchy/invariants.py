@@ -26,8 +26,14 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
     hot_is_committed: no hot slot holds a position at or beyond the length.
     hot_equals_host: every hot record equals its host record, byte for byte.
     tail_equals_host: every committed record in a tail equals its host record.
+    host_pages_held: every committed position has a host page, no row has one twice, and inactive
+        rows have none.
+    shared_is_complete: a host page that several rows have lies below the lengths of all of them, so
+        that nobody writes to it.
     lengths_fit: lengths lie in 0..capacity, and are 0 for inactive rows.
     marks_past: no slot was used in a step that has not been.
+    ghosts_gone: ghosts are distinct committed positions without a slot, NO_SLOT after the last;
+        inactive rows have none.
     """
     host: Host = jax.device_get(state)
     checks = [
@@ -39,8 +45,11 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
         _hot_is_committed,
         _hot_equals_host,
         _tail_equals_host,
+        _host_pages_held,
+        _shared_is_complete,
         _lengths_fit,
         _marks_past,
+        _ghosts_gone,
     ]
     return {check.__name__.removeprefix("_"): check(host, cfg) for check in checks}
 
@@ -49,6 +58,23 @@ def _holders(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
     """Slots of the pool in use, as rows (request, position, slot)."""
     request, position = np.nonzero(host.pools[pool].slot_of >= 0)
     return np.stack([request, position, host.pools[pool].slot_of[request, position]])
+
+
+def _as_on_the_host(
+    host: Host,
+    cfg: HierarchyConfig,
+    pool: int,
+    request: np.ndarray | int,
+    position: np.ndarray,
+    slot: np.ndarray,
+) -> bool:
+    """Whether slots equal the host records of positions, where those have any."""
+    every = np.broadcast_to(np.arange(cfg.capacity, dtype=np.int32), (cfg.requests, cfg.capacity))
+    rows = np.asarray(layout.host_rows(cfg, jnp.asarray(host.host_page_of), jnp.asarray(every)))
+    row, records = rows[request, position], host.pools[pool].host
+    found = row < len(records)  # else `host_pages_held` is false
+    slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
+    return np.array_equal(slots[slot[found]], records[row[found]])
 
 
 def _pages_partitioned(host: Host, cfg: HierarchyConfig) -> bool:
@@ -109,29 +135,42 @@ def _hot_is_committed(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _hot_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
-    for pool in range(cfg.pools):
-        request, position, slot = _holders(host, cfg, pool)
-        slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
-        rows = host.pools[pool].host[request * cfg.capacity + position]
-        if not np.array_equal(slots[slot], rows):
-            return False
-    return True
+    return all(
+        _as_on_the_host(host, cfg, pool, *_holders(host, cfg, pool)) for pool in range(cfg.pools)
+    )
 
 
 def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
-    for request in np.nonzero(host.active)[0]:
+    for request in np.flatnonzero(host.active).tolist():
         length = int(host.length[request])
         # Between steps the T rows beyond the length are not written yet, or were rejected.
         position = np.arange(max(0, length - cfg.tail + cfg.queries), length)
         for pool in range(cfg.pools):
-            slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
             slot = np.asarray(
                 layout.tail_slot(cfg, pool, jnp.full_like(position, request), jnp.asarray(position))
             )
-            rows = host.pools[pool].host[request * cfg.capacity + position]
-            if not np.array_equal(slots[slot], rows):
+            if not _as_on_the_host(host, cfg, pool, request, position, slot):
                 return False
     return True
+
+
+def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:
+    needed = -(-host.length // cfg.host_page)
+    for pages, count, active in zip(host.host_page_of, needed, host.active, strict=True):
+        mine = pages[pages >= 0]
+        distinct = len(np.unique(mine)) == len(mine)
+        enough = (pages[:count] >= 0).all() if active else len(mine) == 0
+        if not (distinct and enough and (mine < cfg.host_page_count).all()):
+            return False
+    return True
+
+
+def _shared_is_complete(host: Host, cfg: HierarchyConfig) -> bool:
+    row, column = np.nonzero(host.host_page_of >= 0)
+    page = host.host_page_of[row, column]
+    users = np.bincount(np.unique(np.stack([page, row]), axis=1)[0])
+    complete = (column + 1) * cfg.host_page <= host.length[row]
+    return bool((complete | (users[page] == 1)).all())
 
 
 def _lengths_fit(host: Host, cfg: HierarchyConfig) -> bool:
@@ -141,3 +180,16 @@ def _lengths_fit(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _marks_past(host: Host, cfg: HierarchyConfig) -> bool:
     return all((hot.mark < host.step).all() for hot in host.hot)
+
+
+def _ghosts_gone(host: Host, cfg: HierarchyConfig) -> bool:
+    for pool, request in np.ndindex(cfg.pools, cfg.requests):
+        ghosts = host.benefit.ghost[pool, request]
+        known = ghosts[: (ghosts >= 0).sum()]
+        if (known < 0).any() or len(np.unique(known)) < len(known):
+            return False
+        if (known >= host.length[request]).any():
+            return False
+        if (host.pools[pool].slot_of[request, known] >= 0).any():
+            return False
+    return True

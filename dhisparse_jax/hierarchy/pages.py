@@ -3,9 +3,11 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy.ghost import rescaled
 from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked
@@ -23,10 +25,35 @@ def set_budgets(
     pool is at most the number of its pages.
     """
     for number, members in enumerate(cfg.hot_pools):
-        state = _rank(state, cfg, number, members)
-        state = _release(state, cfg, number, members, target)
+        state = _shrink(state, cfg, number, members, target)
         state = _grant(state, cfg, number, members, target)
-    return dataclasses.replace(state, budget=target)
+    return dataclasses.replace(rescaled(state, state.budget, target), budget=target)
+
+
+def _shrink(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    number: int,
+    members: tuple[int, ...],
+    target: Int[Array, "pools R"],
+) -> HierarchyState:
+    """Release pages above the target. Without any, which is most of the time, it costs nothing."""
+    several = jnp.array(members)
+
+    def tables(state: HierarchyState) -> tuple[list[Array], list[Array], Array, Array]:
+        pools, hot = [state.pools[pool] for pool in members], state.hot[number]
+        return [p.pages for p in pools], [p.slot_of for p in pools], hot.owner, hot.position
+
+    # Of the tables alone: what goes through a branch may be copied, and records are large.
+    pages, slot_of, owner, position = lax.cond(
+        jnp.any(target[several] < state.budget[several]),
+        lambda: tables(_release(_rank(state, cfg, number, members), cfg, number, members, target)),
+        lambda: tables(state),
+    )
+    for member, pool in enumerate(members):
+        state = with_pool(state, pool, pages=pages[member], slot_of=slot_of[member])
+    hot = dataclasses.replace(state.hot[number], owner=owner, position=position)
+    return with_hot(state, number, hot)
 
 
 def _rank(

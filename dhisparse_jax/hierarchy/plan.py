@@ -7,6 +7,7 @@ from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.ghost import remember
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
 from pallas_kernels.common.ids import masked
@@ -22,9 +23,16 @@ def plan(
     Contract of the algorithm: `pallas_kernels.plan.api.plan`. The working set is protected, a miss
     without a hot slot gets a staging slot, and no selected position is dropped.
     """
-    number, _ = cfg.hot_pool_of(pool)
-    hot = state.hot[number]
-    wanted = PlanInput(
+    wanted, tables = plan_input(state, cfg, pool, selection), plan_tables(state, cfg, pool)
+    result, after = plan_op(wanted, tables, page_slots=cfg.page_slots)
+    return result, finish_plan(state, cfg, pool, result, after)
+
+
+def plan_input(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, selection: Int[Array, "R T K"]
+) -> PlanInput:
+    """What one step wants from one pool."""
+    return PlanInput(
         selection=selection,
         tail=_tail(state, cfg, pool),
         retiring=_retiring(state, cfg),
@@ -32,11 +40,24 @@ def plan(
         pages=state.pools[pool].pages,
         step=state.step,
     )
-    tables = PlanTables(state.pools[pool].slot_of, hot.position, hot.mark)
-    result, tables = plan_op(wanted, tables, page_slots=cfg.page_slots)
-    hot = dataclasses.replace(hot, position=tables.position, mark=tables.mark)
-    state = with_pool(with_hot(state, number, hot), pool, slot_of=tables.slot_of)
-    return result, _count(state, pool, result.counts)
+
+
+def plan_tables(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> PlanTables:
+    """The tables of one pool."""
+    hot = state.hot[cfg.hot_pool_of(pool)[0]]
+    return PlanTables(state.pools[pool].slot_of, hot.position, hot.mark)
+
+
+def finish_plan(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, result: PlanResult, after: PlanTables
+) -> HierarchyState:
+    """The state with the tables after a plan, and what the plan says of the load."""
+    number, _ = cfg.hot_pool_of(pool)
+    before = state.hot[number]
+    hot = dataclasses.replace(before, position=after.position, mark=after.mark)
+    state = with_pool(with_hot(state, number, hot), pool, slot_of=after.slot_of)
+    state = _count(state, pool, result.counts)
+    return remember(state, cfg, pool, result, before.position) if cfg.ghosts else state
 
 
 def _tail(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Tail:

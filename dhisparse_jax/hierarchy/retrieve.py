@@ -46,7 +46,7 @@ def retrieve_attend(
         state.pools[pool].host,
         state.hot[number].slots,
         fetches,
-        Attention(query, plan.location, selection),
+        Attention(query, plan.location, selection, plan.fetch_position),
         moves,
         **layout.row_options(cfg, layer),
     )
@@ -62,4 +62,5 @@ def _lists(
     request = jnp.broadcast_to(request, retiring.shape)
     tail = layout.tail_slot(cfg, pool, request, jnp.maximum(retiring, 0))
     moves = Moves(masked(tail, retiring >= 0).reshape(-1), plan.retire_slot.reshape(-1))
-    return Fetches(plan.fetch_position, plan.fetch_slot, plan.counts.fetched), moves
+    rows = layout.host_rows(cfg, state.host_page_of, plan.fetch_position)
+    return Fetches(rows, plan.fetch_slot, plan.counts.fetched), moves

@@ -1,7 +1,8 @@
 """The state of a hierarchy: one pytree, the same tree and shapes for every load.
 
 Dimensions: R request rows, C positions per request, W words of a record, Pmax pages per request,
-P pages and S slots of a hot pool. `NO_SLOT` (-1) marks what is empty in every index table.
+P pages and S slots of a hot pool, N host pages per request, H rows of a host pool. `NO_SLOT` (-1)
+marks what is empty in every index table.
 """
 
 from typing import Any
@@ -21,20 +22,28 @@ from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
 
+FILL = {
+    "step": 1,
+    **dict.fromkeys(
+        ("slot_of", "pages", "owner", "position", "host_page_of", "ghost", "selection"), NO_SLOT
+    ),
+}
+"""What the leaves of an empty state are full of; the others of zeros."""
+
 
 @state
 class PoolState:
     """One pool: all records with one residency map.
 
     Attributes:
-        host: the authoritative copy of every committed record; row r * C + position. Its memory
+        host: the authoritative copy of every committed record; rows as in `layout`. Its memory
             kind is `pinned_host` where the backend has it.
         slot_of: hot slot of every position.
         pages: ids of the pages that each request holds, NO_SLOT after the last.
         index_keys: index keys of the whole history, on device; valid below `length`.
     """
 
-    host: Int[Array, "R*C W"]
+    host: Int[Array, "H W"]
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
     index_keys: Float[Array, "R C index"]
@@ -58,27 +67,55 @@ class HotPool:
 
 
 @state
+class Benefit:
+    """What a page more would have saved each holder, as far as that was seen. See `ghost`.
+
+    Attributes:
+        ghost: positions that were evicted last and are not back, the newest first, NO_SLOT after
+            them. G is 0 unless the policy is adaptive.
+        looked: ghost positions that the last step could have fetched again.
+        refetched: how many of them it did.
+        tried: sum of `looked` in pages, page-steps, past steps weighing less and less.
+        saved: sum of `refetched`, likewise; in proportion to what is held now.
+    """
+
+    ghost: Int[Array, "pools R G"]
+    looked: Int[Array, "pools R"]
+    refetched: Int[Array, "pools R"]
+    tried: Float[Array, "pools R"]
+    saved: Float[Array, "pools R"]
+
+
+@state
 class HierarchyState:
     """The whole hierarchy.
 
     Attributes:
         pools: one per selection group.
         hot: one per record size.
+        host_page_of: host pages of each request in the order of its positions, NO_SLOT after the
+            last; the same in every pool.
         length: committed positions of each request.
         active: whether a request occupies the row.
         budget: pages that each request holds in each pool.
         miss_rate: fetched records per step, a moving average.
+        benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
+        selection: positions that this step's queries select, NO_SLOT fills up; K is 0 unless
+            selections are recorded.
         step: steps so far, plus one.
     """
 
     pools: tuple[PoolState, ...]
     hot: tuple[HotPool, ...]
+    host_page_of: Int[Array, "R N"]
     length: Int[Array, " R"]
     active: Bool[Array, " R"]
     budget: Int[Array, "pools R"]
     miss_rate: Float[Array, "pools R"]
+    benefit: Benefit
     counts: PlanCounts
+    selection: Int[Array, "pools R T K"]
     step: Int[Array, ""]
 
 
@@ -93,10 +130,10 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     """Shapes and dtypes of the state: the single source of its sizes."""
     r, c, i32 = cfg.requests, cfg.capacity, jnp.int32
     shape = _leaf
-    per_pool = shape((cfg.pools, r), i32)
+    per_pool, average = shape((cfg.pools, r), i32), shape((cfg.pools, r), jnp.float32)
     pools = tuple(
         PoolState(
-            host=shape((r * c, cfg.record_words(pool)), i32),
+            host=shape((cfg.host_page_count * cfg.host_page, cfg.record_words(pool)), i32),
             slot_of=shape((r, c), i32),
             pages=shape((r, cfg.max_pages), i32),
             index_keys=shape((r, c, cfg.geometry.index_width), cfg.geometry.index_dtype),
@@ -106,11 +143,20 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     return HierarchyState(
         pools=pools,
         hot=tuple(_abstract_hot(cfg, number) for number in range(len(cfg.hot_pools))),
+        host_page_of=shape((r, cfg.row_pages), i32),
         length=shape((r,), i32),
         active=shape((r,), jnp.bool_),
         budget=per_pool,
-        miss_rate=shape((cfg.pools, r), jnp.float32),
+        miss_rate=average,
+        benefit=Benefit(
+            ghost=shape((cfg.pools, r, cfg.ghosts), i32),
+            looked=per_pool,
+            refetched=per_pool,
+            tried=average,
+            saved=average,
+        ),
         counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
+        selection=shape((cfg.pools, r, cfg.queries, cfg.recorded), i32),
         step=shape((), i32),
     )
 
@@ -138,12 +184,11 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
     JAX compiles anew for an array that is committed where the last one was not.
     """
     host, device = host_sharding(), jax.devices()[0]
-    fill = {"slot_of": NO_SLOT, "pages": NO_SLOT, "owner": NO_SLOT, "position": NO_SLOT, "step": 1}
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name == "host":
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)
-        return jax.device_put(jnp.full(leaf.shape, fill.get(name, 0), leaf.dtype), device)
+        return jax.device_put(jnp.full(leaf.shape, FILL.get(name, 0), leaf.dtype), device)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))

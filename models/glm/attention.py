@@ -79,7 +79,8 @@ class MlaAttention(nnx.Module):
         self.latent = latent
         self.nope = config.qk_nope_dim
         self.theta = config.rope_theta
-        self.scale = config.qk_dim**-0.5
+        self.yarn = config.yarn
+        self.scale = config.attention_scale
         self.dtype = dtype
 
     def project(
@@ -117,7 +118,7 @@ class MlaAttention(nnx.Module):
         """Nope and rotated query channels per head, and the query latent."""
         q_lora = self.q_norm(self.q_a(x))
         q = self.q_b(q_lora).reshape(*x.shape[:-1], self.num_heads, -1)
-        q_rope = rotate(q[..., self.nope :], positions[..., None], theta=self.theta)
+        q_rope = rotate(q[..., self.nope :], positions[..., None], theta=self.theta, yarn=self.yarn)
         return q[..., : self.nope], q_rope, q_lora
 
     def _row(
@@ -125,5 +126,5 @@ class MlaAttention(nnx.Module):
     ) -> Float[Array, "*batch row"]:
         """The stored row: normalised latent, then rotated key; interleaved pairs stay in place."""
         kv = self.kv_a(x)
-        k_rope = rotate(kv[..., self.latent :], positions, theta=self.theta)
+        k_rope = rotate(kv[..., self.latent :], positions, theta=self.theta, yarn=self.yarn)
         return jnp.concatenate((self.kv_norm(kv[..., : self.latent]), k_rope), axis=-1)

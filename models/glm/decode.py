@@ -44,7 +44,7 @@ class GlmServed:
             top_k=config.index_top_k,
             index_width=config.index_dim,
             index_dtype=self.row_dtype,
-            scale=config.qk_dim**-0.5,
+            scale=config.attention_scale,
         )
 
     @property

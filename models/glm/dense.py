@@ -196,7 +196,7 @@ def _feed_forward(block: GlmBlock, x: jax.Array) -> tuple[jax.Array, list[jax.Ar
     if not isinstance(block.mlp, MoeMlp):
         return block.mlp(x), []
     routing = block.mlp.router(x)
-    picks = jax.nn.one_hot(routing.experts, block.mlp.down.shape[0], dtype=jnp.int32)
+    picks = jax.nn.one_hot(routing.experts, block.mlp.num_experts, dtype=jnp.int32)
     load = jnp.sum(picks.reshape(-1, picks.shape[-1]), axis=0)
     return block.mlp(x, routing), [load]
 

@@ -31,6 +31,7 @@ class Indexer(nnx.Module):
         self.rotated = config.qk_rope_dim
         self.theta = config.rope_theta
         self.style = config.index_rope_style
+        self.yarn = config.yarn
         self.scale = (config.index_heads * config.index_dim) ** -0.5
 
     def queries(
@@ -38,16 +39,21 @@ class Indexer(nnx.Module):
     ) -> Float[Array, "*batch index_heads index_dim"]:
         """Index queries from the normalised query latent of the group's first layer."""
         q = self.wq(q_lora).reshape(*q_lora.shape[:-1], self.num_heads, -1)
-        return rotate_first(
-            q, positions[..., None], self.rotated, theta=self.theta, style=self.style
-        )
+        return self._rotate(q, positions[..., None])
 
     def keys(
         self, x: Float[Array, "*batch width"], positions: Int[Array, "*batch"]
     ) -> Float[Array, "*batch index_dim"]:
         """The index key to store for each token, from the normalised input of that layer."""
         k = self.k_norm(self.wk(x))
-        return rotate_first(k, positions, self.rotated, theta=self.theta, style=self.style)
+        return self._rotate(k, positions)
+
+    def _rotate(
+        self, x: Float[Array, "*batch index_dim"], positions: Int[Array, "*#batch"]
+    ) -> Float[Array, "*batch index_dim"]:
+        return rotate_first(
+            x, positions, self.rotated, theta=self.theta, style=self.style, yarn=self.yarn
+        )
 
     def weights(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch index_heads"]:
         """Float32 head weights, already multiplied by `index_heads^-0.5 * index_dim^-0.5`."""

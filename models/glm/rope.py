@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.configs.glm import RopeStyle
+from dhisparse_jax.configs.rope import Yarn
+from dhisparse_jax.models.frequencies import rope_frequencies
 
 
 def rotate(
@@ -12,10 +14,11 @@ def rotate(
     *,
     theta: float,
     style: RopeStyle = "interleaved",
+    yarn: Yarn | None = None,
 ) -> Float[Array, "*batch channels"]:
     """Rotates every channel pair of `x` by its position times the pair's frequency.
 
-    Pair i turns by `positions * theta ** (-2 i / channels)`. A pair is channels (2i, 2i + 1) when
+    The frequencies are those of `models.frequencies`. A pair is channels (2i, 2i + 1) when
     `style` is "interleaved", and (i, i + channels / 2) when it is "half-split". The pairs stay in
     place, so two vectors may be compared only when both were rotated with one style.
 
@@ -24,13 +27,15 @@ def rotate(
         positions: One position per vector, with length-1 axes where vectors share one (heads).
         theta: Base of the frequencies.
         style: Channel layout.
+        yarn: How positions are stretched.
     """
     half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = jnp.asarray(rope_frequencies(x.shape[-1], theta, yarn), jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(
         (1,) * positions.ndim + (half,)
     )
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    amplitude = yarn.amplitude if yarn else 1.0
+    cos, sin = amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)
     x32 = x.astype(jnp.float32)
     if style == "interleaved":
         pairs = x32.reshape(*x.shape[:-1], half, 2)
@@ -50,7 +55,8 @@ def rotate_first(
     *,
     theta: float,
     style: RopeStyle,
+    yarn: Yarn | None = None,
 ) -> Float[Array, "*batch channels"]:
     """Rotates the first `rotated` channels and keeps the others (index heads)."""
-    turned = rotate(x[..., :rotated], positions, theta=theta, style=style)
+    turned = rotate(x[..., :rotated], positions, theta=theta, style=style, yarn=yarn)
     return jnp.concatenate((turned, x[..., rotated:]), axis=-1)

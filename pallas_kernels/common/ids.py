@@ -29,3 +29,11 @@ POISON = -1
 def in_range(ids: Int[Array, "*n"], size: int) -> Bool[Array, "*n"]:
     """Whether each id names one of `size` things."""
     return (ids >= 0) & (ids < size)
+
+
+def packed(keep: Bool[Array, "R n"], ids: Int[Array, "R n"]) -> Int[Array, "R n"]:
+    """The ids to keep at the front of each row, in their order; NO_SLOT after them."""
+    row = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
+    place = masked(jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, keep)
+    empty = jnp.full_like(ids, NO_SLOT)
+    return empty.at[row, dropping(place, ids.shape[1])].set(ids, mode="drop")

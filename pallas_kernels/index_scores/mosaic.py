@@ -100,11 +100,9 @@ def index_scores(
     tuning = tuning or default_tuning(count, heads, scaled=scaled)
     interpreted = interpret is not None
     operands, spec = _operands(queries, weights, keys, visible, tuning, interpreted=interpreted)
-    # Rows of scores start at multiples of 16 bytes: the copy engine wants that.
-    padded = _round_up(spec.positions, 4) + interpreted * MOST_BOX
     run = kernel(
         functools.partial(program, spec=spec),
-        out=[jax.ShapeDtypeStruct((spec.rows, spec.count, padded), jnp.float32)],
+        out=[jax.ShapeDtypeStruct((spec.rows, spec.count, spec.positions), jnp.float32)],
         scratch=shared_memory(spec, operands)._asdict(),
         mesh=plgpu.Mesh(
             grid=(tuning.programs,),
@@ -117,13 +115,24 @@ def index_scores(
         interpret=interpret or False,
     )
     (scores,) = run(*(operand for operand in operands if operand is not None))
-    scores = scores.reshape(requests, spec.groups * spec.count, padded)
+    scores = scores.reshape(requests, spec.groups * spec.count, spec.positions)
     return scores[:, :count, :positions]
 
 
 def _round_up(size: int, unit: int) -> int:
     """The least multiple of `unit` that is not below `size`."""
     return pl.cdiv(size, unit) * unit
+
+
+def visible_tiles(visible: Int[Array, " n"], positions: int, rows: int) -> Int[Array, " n"]:
+    """How many tiles are scored for so many visible keys.
+
+    The last tile, moved back to end with the keys, has keys of the one before. So it is scored too
+    if that one is, even if nothing else of it is visible: else it would be hidden with them.
+    """
+    tiles = pl.cdiv(jnp.clip(visible, 0, positions), rows)
+    last = pl.cdiv(positions, rows) - 1
+    return jnp.where(tiles == last, last + 1, tiles) if positions % rows else tiles
 
 
 def _groups(count: int, heads: int) -> int:
@@ -157,11 +166,9 @@ def _operands(
     numbers, scales = keys if isinstance(keys, ScaledKeys) else (keys, None)
     if scales is not None:
         queries, weights = _float16_queries(queries, weights)
-    # A tile may reach over the end of the keys: a copy finds zeros there, and what it leaves there
-    # is dropped. Not so in the interpreter of jax 0.10.
     positions = keys.shape[1]
-    short = _round_up(positions, tuning.rows) - positions
-    if short and (interpreted or positions < tuning.rows or positions % KEYS_UNIT):
+    if positions < tuning.rows or positions % KEYS_UNIT:
+        short = _round_up(positions, tuning.rows) - positions
         numbers = jnp.pad(numbers, ((0, 0), (0, short), (0, 0)))
         scales = None if scales is None else jnp.pad(scales, ((0, 0), (0, short)))
     queries = jnp.pad(queries, ((0, 0), (0, count_more), (0, heads_more), (0, 0)))
@@ -169,9 +176,8 @@ def _operands(
     visible = jnp.pad(visible, ((0, 0), (0, count_more))).reshape(rows, together)
     # A maximum of columns and not over an axis: one small kernel, or part of the one before.
     most = functools.reduce(jnp.maximum, [visible[:, query] for query in range(together)])
-    tiles = pl.cdiv(jnp.clip(most, 0, positions), tuning.rows)
     operands = Operands(
-        tiles=_filled(tiles).reshape(-1, LEAST_COPY),
+        tiles=_filled(visible_tiles(most, numbers.shape[1], tuning.rows)).reshape(-1, LEAST_COPY),
         visible=visible,
         queries=queries.reshape(rows, columns, width),
         weights=_filled(weights.reshape(rows, columns)),

@@ -18,12 +18,14 @@ from jaxtyping import Array, Int
 from pallas_kernels.index_scores.mosaic_scores import score_segment
 from pallas_kernels.index_scores.mosaic_types import (
     CONSUMERS,
-    MOST_BOX,
+    ROWS,
     Operands,
     Segment,
     Shared,
     Spec,
     consumer_of,
+    lay_out,
+    start_of,
 )
 
 REGISTERS_TO_MULTIPLY, REGISTERS_TO_COPY = 232, 40
@@ -133,7 +135,7 @@ def _copy_segment(operands: Operands, shared: Shared, spec: Spec, segment: Segme
 
     def copy(tile: Int[Array, ""], _: None) -> None:
         slot = lax.rem(segment.step + tile - segment.first, jnp.int32(tuning.stages))
-        at, full = tile * tuning.rows, shared.full.at[slot]
+        at, full = start_of(tile, spec), shared.full.at[slot]
         plgpu.barrier_wait(shared.free.at[slot])
         numbers = operands.keys.at[request, pl.ds(at, tuning.rows)]
         plgpu.copy_gmem_to_smem(numbers, shared.keys.at[slot], full)
@@ -145,26 +147,25 @@ def _copy_segment(operands: Operands, shared: Shared, spec: Spec, segment: Segme
 
 
 def _hide(operands: Operands, shared: Shared, spec: Spec) -> None:
-    """Write the -inf of this program's share of the tiles that no query sees, box by box."""
-    tiles, together = pl.cdiv(spec.positions, spec.tuning.rows), MOST_BOX // spec.tuning.rows
-
-    def boxes_of(row: Int[Array, ""]) -> Int[Array, ""]:
-        return lax.div(tiles - _tiles_of(row, shared) + together - 1, jnp.int32(together))
-
-    start, end = _share(_total(boxes_of, spec), spec)
-    shared.hidden[...] = jnp.full((spec.count, MOST_BOX), -jnp.inf, jnp.float32)
+    """Write the -inf of this program's share of the tiles that no query sees."""
+    tiles = pl.cdiv(spec.positions, spec.tuning.rows)
+    hidden_of = lambda row: tiles - _tiles_of(row, shared)
+    start, end = _share(_total(hidden_of, spec), spec)
+    hidden = lay_out(jnp.full(spec.tuning.rows, -jnp.inf, jnp.float32), ROWS, spec)
+    for query in range(spec.count):
+        shared.hidden[query] = hidden
     plgpu.commit_smem()
 
     def visit(row: Int[Array, ""], before: Int[Array, ""]) -> Int[Array, ""]:
-        def hide(box: Int[Array, ""], _: None) -> None:
-            at = _tiles_of(row, shared) * spec.tuning.rows + box * MOST_BOX
-            scores = operands.scores.at[row, :, pl.ds(at, MOST_BOX)]
+        def hide(number: Int[Array, ""], _: None) -> None:
+            at = start_of(_tiles_of(row, shared) + number, spec)
+            scores = operands.scores.at[row, :, pl.ds(at, spec.tuning.rows)]
             plgpu.copy_smem_to_gmem(shared.hidden, scores)
 
-        boxes = boxes_of(row)
-        first, after = jnp.maximum(start - before, 0), jnp.minimum(end - before, boxes)
+        number = hidden_of(row)
+        first, after = jnp.maximum(start - before, 0), jnp.minimum(end - before, number)
         lax.fori_loop(first, jnp.maximum(first, after), hide, None)
-        return before + boxes
+        return before + number
 
     lax.fori_loop(0, spec.rows, visit, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.index_scores.mosaic_types import (
     COLUMNS,
@@ -21,6 +21,8 @@ from pallas_kernels.index_scores.mosaic_types import (
     Shared,
     Spec,
     consumer_of,
+    lay_out,
+    start_of,
 )
 
 
@@ -53,12 +55,12 @@ def score_segment(
 
     def score(number: Int[Array, ""], _: None) -> None:
         tile = skipped + number * consumers
-        step, at = segment.step + tile, (segment.first + tile) * tuning.rows
+        step, at = segment.step + tile, start_of(segment.first + tile, spec)
         place = Place(consumer, buffer, lax.rem(step, jnp.int32(tuning.stages)))
         out = shared.scores.at[consumer, lax.rem(lax.div(step, consumers), jnp.int32(2))]
         plgpu.barrier_wait(shared.full.at[place.slot])
         sums = _sums(shared, spec, place, held)
-        position = at + _lay_out(lax.iota(jnp.int32, tuning.rows), ROWS, spec)
+        position = at + lay_out(lax.iota(jnp.int32, tuning.rows), ROWS, spec)
         for query, visible in enumerate(seen):
             out[query] = jnp.where(position < visible, sums[query], -jnp.inf)
         # The copy engine may read the scores now, and overwrite the keys and scales.
@@ -71,15 +73,10 @@ def score_segment(
     plgpu.barrier_arrive(shared.queries_free.at[buffer])
 
 
-def _lay_out(values: Shaped[Array, "*n"], layout: Any, spec: Spec) -> Shaped[Array, "*n"]:
-    """Say which thread holds which of the values. The interpreter of jax 0.10 knows no layouts."""
-    return values if spec.interpreted else plgpu.layout_cast(values, layout)
-
-
 def _weights(shared: Shared, spec: Spec, buffer: Int[Array, ""]) -> list[Float[Array, "unit"]]:
     """Weights of a buffer, by units of columns."""
     units = range(0, spec.columns, UNIT)
-    return [_lay_out(shared.weights[buffer, at : at + UNIT], COLUMNS, spec) for at in units]
+    return [lay_out(shared.weights[buffer, at : at + UNIT], COLUMNS, spec) for at in units]
 
 
 def _sums(
@@ -89,7 +86,7 @@ def _sums(
     products = _products(shared, spec, place)
     scales = None
     if spec.scaled:
-        scales = _lay_out(shared.scales[place.slot], ROWS, spec)
+        scales = lay_out(shared.scales[place.slot], ROWS, spec)
     weights = _weights(shared, spec, place.buffer) if held is None else held
     sums = _weighted(products, weights, spec.heads)
     return [total if scales is None else total * scales for total in sums]
@@ -100,8 +97,8 @@ def _products(shared: Shared, spec: Spec, place: Place) -> Float[Array, "rows co
     turns = spec.tuning.turns
     keys, queries = shared.keys.at[place.slot], shared.queries.at[place.buffer]
     if spec.scaled:
-        keys = _lay_out(keys[...], plgpu.Layout.WGMMA_UPCAST_2X, spec)
-        keys = _lay_out(keys, plgpu.Layout.WGMMA, spec).astype(jnp.float16)
+        keys = lay_out(keys[...], plgpu.Layout.WGMMA_UPCAST_2X, spec)
+        keys = lay_out(keys, plgpu.Layout.WGMMA, spec).astype(jnp.float16)
 
     def multiply(products: Any) -> Float[Array, "rows columns"]:
         if not spec.interpreted:

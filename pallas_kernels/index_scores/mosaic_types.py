@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 SWIZZLE = 128
 """Bytes of a row of a tile in shared memory."""
@@ -25,7 +25,7 @@ class Tuning:
     """How the work is cut.
 
     Attributes:
-        rows: keys of a tile, a multiple of 64 that divides `MOST_BOX`.
+        rows: keys of a tile, a multiple of 64, at most `MOST_BOX`.
         stages: slots of the ring of tiles, a multiple of `CONSUMERS`.
         buffers: requests whose queries are held at once.
         turns: consumers multiply one after another, so that one sums while the other one
@@ -103,7 +103,7 @@ class Shared(NamedTuple):
         weights: of the same rows.
         tiles: how many tiles of each row are visible, in lines.
         scores: two tiles of scores of each consumer, on their way out.
-        hidden: -inf.
+        hidden: -inf, as many as the scores of a tile.
         full: a slot of the ring holds its tile.
         free: a slot of the ring has been read.
         queries_full: a buffer holds its queries and weights.
@@ -162,7 +162,7 @@ def shared_memory(spec: Spec, operands: Operands) -> Shared:
         weights=float32(tuning.buffers, operands.weights.shape[1]),
         tiles=plgpu.SMEM(operands.tiles.shape, jnp.int32),
         scores=float32(CONSUMERS, 2, spec.count, tuning.rows),
-        hidden=float32(spec.count, MOST_BOX),
+        hidden=float32(spec.count, tuning.rows),
         full=barrier(tuning.stages, 2 if spec.scaled else 1),
         free=barrier(tuning.stages),
         queries_full=barrier(tuning.buffers, 2),
@@ -170,6 +170,21 @@ def shared_memory(spec: Spec, operands: Operands) -> Shared:
         tiles_full=barrier(1),
         turn=barrier(CONSUMERS),
     )
+
+
+def lay_out(values: Shaped[Array, "*n"], layout: Any, spec: Spec) -> Shaped[Array, "*n"]:
+    """Say which thread holds which of the values. The interpreter of jax 0.10 knows no layouts."""
+    return values if spec.interpreted else plgpu.layout_cast(values, layout)
+
+
+def start_of(tile: Int[Array, ""], spec: Spec) -> Int[Array, ""]:
+    """First position of a tile.
+
+    The last tile ends where the keys end, and so has some keys of the one before: of 150 keys in
+    tiles of 64, tile 2 are keys 86 to 149. A copy that reaches over the end of a row is not cut off
+    there if it is contiguous, but goes on in the next row.
+    """
+    return jnp.minimum(tile * spec.tuning.rows, spec.positions - spec.tuning.rows)
 
 
 def consumer_of(step: Int[Array, ""]) -> Int[Array, ""]:

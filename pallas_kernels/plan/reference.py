@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked
+from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked, packed
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
 
 
@@ -47,8 +47,8 @@ def plan(
     location = jnp.take_along_axis(place, union.first, axis=1).reshape(wanted.selection.shape)
     result = PlanResult(
         location=masked(location, wanted.selection >= 0),
-        fetch_position=_packed(miss, union.position),
-        fetch_slot=_packed(miss, fetch_slot),
+        fetch_position=packed(miss, union.position),
+        fetch_slot=packed(miss, fetch_slot),
         retire_position=retire_position,
         retire_slot=retire_slot,
         counts=_counts(union.position >= 0, hit, tail, miss, overflow),
@@ -147,14 +147,6 @@ def _fill(
     position = tables.position.at[dropping(slots, size)].set(positions, mode="drop")
     tables = tables._replace(slot_of=slot_of, position=position)
     return _touch(tables, slots, step)
-
-
-def _packed(keep: Bool[Array, "R n"], ids: Int[Array, "R n"]) -> Int[Array, "R n"]:
-    """The ids to keep at the front of each row, in their order; NO_SLOT after them."""
-    row = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
-    place = masked(jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, keep)
-    empty = jnp.full_like(ids, NO_SLOT)
-    return empty.at[row, dropping(place, ids.shape[1])].set(ids, mode="drop")
 
 
 def _counts(

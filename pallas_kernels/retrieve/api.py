@@ -15,22 +15,22 @@ def retrieve(
     *,
     backend: Backend | None = None,
 ) -> Int[Array, "S W"]:
-    """Copy records into slots, bit exact: each request's from its part of the host pool, and moves.
+    """Copy host records into slots, bit exact, and slots into other slots.
 
     Lists may be empty. An entry with NO_SLOT on either side does nothing. Ids that are out of range
     never read or write anything else:
 
-    - a position that the request does not have, or a source that is no slot, leaves POISON in the
-      target: NaN in every row format, so it cannot pass for a record;
+    - a row that the pool does not have, or a source that is no slot, leaves POISON in the target:
+      NaN in every row format, so it cannot pass for a record;
     - a target that is no slot receives nothing.
 
-    A record may be fetched into several slots. Targets are distinct: a slot that two entries with
-    different records name holds one of them, or parts of both. `plan` never makes such a list.
+    A record may be fetched into several slots, by one request or by several. Targets are distinct:
+    a slot that two entries with different records name holds one of them, or parts of both. `plan`
+    never makes such a list.
 
     Args:
-        host: the host pool, int32 words; may be of memory kind `pinned_host`. Position p of request
-            r is row r * C + p, with C rows for each request of `fetches`. Any size: offsets are 64
-            bit.
+        host: the host pool, int32 words; may be of memory kind `pinned_host`. Any size: offsets are
+            64 bit.
         slots: the device slots, donated by the caller's `jit`.
         fetches: what to fetch; the time goes with its counts, not with its size.
         moves: what to copy from slot to slot; none by default.
@@ -40,10 +40,9 @@ def retrieve(
         `slots` with the records in place; other slots are unchanged.
 
     Raises:
-        ValueError: the host pool cannot be divided among the requests, or its records and the slots
-            are of different sizes.
+        ValueError: the records of the host pool and the slots are of different sizes.
     """
-    check_pools(host, slots, fetches)
+    check_pools(host, slots)
     match resolve("retrieve", backend, refusal=None):
         case "triton":
             return triton.retrieve(host, slots, fetches, moves)
@@ -51,15 +50,14 @@ def retrieve(
             return reference.retrieve(host, slots, fetches, moves)
 
 
-def check_pools(host: Int[Array, "N _"], slots: Int[Array, "S W"], fetches: Fetches) -> None:
-    """Whether the requests can fetch from the host pool into the slots.
+def check_pools(host: Int[Array, "N _"], slots: Int[Array, "S W"]) -> None:
+    """Whether records of the host pool fit into the slots.
 
     Raises:
         ValueError: see `retrieve`.
     """
-    requests = fetches.positions.shape[0]
-    if host.shape[0] % max(requests, 1) or host.shape[1] != slots.shape[1]:
+    if host.shape[1] != slots.shape[1]:
         raise ValueError(
-            f"{requests} requests cannot fetch from a host pool of {host.shape} words into slots "
-            f"of {slots.shape[1]}; every request needs as many records, of the size of a slot"
+            f"records of {host.shape[1]} words cannot be fetched into slots of {slots.shape[1]}; "
+            "a record needs the size of a slot"
         )

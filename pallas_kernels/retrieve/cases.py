@@ -50,7 +50,7 @@ def random(
 
     Args:
         requests: R.
-        records: of each request.
+        records: of the host pool, for each request.
         slots: S.
         width: words of a record.
         entries: fetches in the list of each request.
@@ -61,14 +61,14 @@ def random(
     rng = np.random.default_rng(0)
     order = rng.permutation(slots).astype(np.int32)
     fetched, moved = requests * entries, requests * entries + moves
-    positions = rng.integers(0, records, (requests, entries)).astype(np.int32)
+    rows = rng.integers(0, requests * records, (requests, entries)).astype(np.int32)
     targets = order[:fetched].reshape(requests, entries)
-    skip_some(rng, skipped, positions, targets)
+    skip_some(rng, skipped, rows, targets)
     ends = np.array(counts or (entries,) * requests, np.int32)
     return Inputs(
         host=words(rng, requests * records, width),
         slots=words(rng, slots, width),
-        fetches=_fetches(positions, targets, ends),
+        fetches=_fetches(rows, targets, ends),
         moves=_moves(order[moved : moved + moves], order[fetched:moved]) if moves else None,
     )
 
@@ -82,17 +82,17 @@ def _moves(*lists: npt.ArrayLike) -> Moves:
 
 
 def chosen(
-    positions: list[int],
+    rows: list[int],
     targets: list[int],
     moves: tuple[list[int], list[int]] | None = None,
     counts: int | None = None,
 ) -> Inputs:
-    """The given copies by the second of three requests with 20 records each, among 40 slots."""
-    empty = [-1] * len(positions)
+    """The given copies by the second of three requests, of 60 records, among 40 slots."""
+    empty = [-1] * len(rows)
     fetches = _fetches(
-        [empty, positions, empty],
+        [empty, rows, empty],
         [empty, targets, empty],
-        [0, len(positions) if counts is None else counts, 0],
+        [0, len(rows) if counts is None else counts, 0],
     )
     return random()._replace(fetches=fetches, moves=_moves(*moves) if moves else None)
 
@@ -121,14 +121,13 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "only_moves": partial(random, entries=0, moves=5),
     "no_moves": partial(chosen, [4], [5], ([], [])),
     "skipped_moves": partial(chosen, [4], [5], ([7, -1, 9, -1], [-1, 6, 8, -1])),
-    "first_and_last": partial(chosen, [0, 19], [39, 0]),
+    "first_and_last": partial(chosen, [0, 59], [39, 0]),
     "one_record_twice": partial(chosen, [7, 7, -1, 7], [3, 4, 5, 6]),
     "one_copy_twice": partial(chosen, [7, 7], [3, 3], ([8, 8], [4, 4])),
-    "skipped_position_names_a_slot": partial(chosen, [-1, 5], [9, -1]),
+    "skipped_row_names_a_slot": partial(chosen, [-1, 5], [9, -1]),
     "skipped_target_repeats": partial(chosen, [-1, 5, -1], [9, 9, 9]),
     "uncounted_entries_name_slots": partial(chosen, [1, 2, 3], [4, 5, 6], counts=1),
-    "position_of_the_next_request": partial(chosen, [20, 19], [1, 2]),
-    "positions_out_of_range": partial(chosen, [-2, 40, 2**31 - 1, -(2**31), 3], [1, 2, 3, 4, 5]),
+    "rows_out_of_range": partial(chosen, [-2, 60, 2**31 - 1, -(2**31), 3], [1, 2, 3, 4, 5]),
     "targets_out_of_range": partial(chosen, [1, 2, 3, 4, 5], [40, -2, 2**31 - 1, -(2**31), 6]),
     "moves_out_of_range": partial(
         chosen, [1], [2], ([40, -2, 2**31 - 1, 5, 5, 6], [11, 12, 13, 40, -2, 14])

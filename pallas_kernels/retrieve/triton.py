@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.common.ids import NO_SLOT, in_range
+from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.memory_space import as_device
 from pallas_kernels.common.triton_rows import (
     Tuning,
@@ -41,7 +41,7 @@ def retrieve(
 ) -> Int[Array, "S W"]:
     """See `api.retrieve`. `interpret` runs the kernel as plain XLA operations."""
     tuning = tuning or default_tuning(slots.shape[1])
-    walkers = min(tuning.programs, pl.cdiv(fetches.positions.size, tuning.records))
+    walkers = min(tuning.programs, pl.cdiv(fetches.rows.size, tuning.records))
     movers = 0 if moves is None else pl.cdiv(moves.sources.size, tuning.records)
     if walkers + movers == 0:
         return slots
@@ -66,7 +66,7 @@ def retrieve(
 def _retrieve_kernel(
     host_ref: jax.Ref,
     _: jax.Ref,
-    positions_ref: jax.Ref,
+    rows_ref: jax.Ref,
     targets_ref: jax.Ref,
     counts_ref: jax.Ref,
     *refs: jax.Ref,
@@ -75,7 +75,7 @@ def _retrieve_kernel(
 ) -> None:
     *moves, slots_ref = refs
     program = pl.program_id(0)
-    lists = positions_ref, targets_ref, counts_ref
+    lists = rows_ref, targets_ref, counts_ref
 
     @pl.when(program < walkers)
     def _fetch() -> None:
@@ -103,9 +103,8 @@ def _walk(
     records: int,
 ) -> None:
     """Fetch every `walkers`-th run of `records` entries, counted over all requests."""
-    positions_ref, targets_ref, counts_ref = lists
-    requests, entries = positions_ref.shape
-    capacity = host_ref.shape[0] // requests
+    rows_ref, targets_ref, counts_ref = lists
+    requests, entries = rows_ref.shape
     every = jnp.arange(pl.next_power_of_2(requests), dtype=jnp.int32)
     counts = plgpu.load(counts_ref.at[jnp.minimum(every, requests - 1)])
     counts = jnp.where(every < requests, jnp.clip(counts, 0, entries), 0)
@@ -118,11 +117,7 @@ def _walk(
         request = jnp.sum(over, axis=1, dtype=jnp.int32)
         place = entry - jnp.max(jnp.where(over, end[None], 0), axis=1)
         at = request, place
-        positions, targets = (
-            load_ids(ref, at, entry < total) for ref in (positions_ref, targets_ref)
-        )
-        found = in_range(positions, capacity)
-        rows = jnp.where(found, request * capacity + positions, NO_SLOT)
-        store_records(slots_ref, targets, load_records(host_ref, rows), positions != NO_SLOT)
+        rows, targets = (load_ids(ref, at, entry < total) for ref in (rows_ref, targets_ref))
+        store_records(slots_ref, targets, load_records(host_ref, rows), rows != NO_SLOT)
 
     lax.fori_loop(0, (runs - program + walkers - 1) // walkers, fetch, None)

@@ -5,19 +5,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.common.ids import NO_SLOT, in_range, masked
+from pallas_kernels.common.ids import NO_SLOT, masked
 
 
 class Fetches(NamedTuple):
-    """Host records to fetch, by request: the first `counts` entries of a row, below 2**31 in all.
+    """Host records to fetch, by request: the first `counts` entries of a list, below 2**31 in all.
+
+    They are named by their rows in the pool, not by positions: where a position lies is the
+    caller's business, and the kernels need no table of it.
 
     Attributes:
-        positions: int32 record of the request, from 0; NO_SLOT skips the entry.
+        rows: int32 record of the host pool, from 0; NO_SLOT skips the entry.
         targets: int32 slot that receives it; NO_SLOT skips the entry.
-        counts: int32 entries of each row that count; the others are not read.
+        counts: int32 entries of each list that count; the others are not read.
     """
 
-    positions: Int[Array, "R n"]
+    rows: Int[Array, "R n"]
     targets: Int[Array, "R n"]
     counts: Int[Array, " R"]
 
@@ -36,18 +39,10 @@ class Moves(NamedTuple):
 
 def counted(fetches: Fetches) -> Bool[Array, "R n"]:
     """Which entries count."""
-    entry = jnp.arange(fetches.positions.shape[1], dtype=jnp.int32)
+    entry = jnp.arange(fetches.rows.shape[1], dtype=jnp.int32)
     return entry[None] < fetches.counts[:, None]
 
 
-def located(fetches: Fetches, records: int) -> tuple[Int[Array, "R n"], Int[Array, "R n"]]:
-    """Host row and slot of every entry, with `records` rows for all requests together.
-
-    The row is NO_SLOT where the request has no such position, the slot where nothing is to be done.
-    """
-    requests, _ = fetches.positions.shape
-    capacity = records // max(requests, 1)
-    request = jnp.arange(requests, dtype=jnp.int32)[:, None]
-    rows = request * capacity + fetches.positions
-    wanted = counted(fetches) & (fetches.positions != NO_SLOT)
-    return masked(rows, in_range(fetches.positions, capacity)), masked(fetches.targets, wanted)
+def wanted_targets(fetches: Fetches) -> Int[Array, "R n"]:
+    """Slot of every entry, NO_SLOT where nothing is to be done."""
+    return masked(fetches.targets, counted(fetches) & (fetches.rows != NO_SLOT))

@@ -20,11 +20,13 @@ class Attention(NamedTuple):
         query: absorbed queries.
         location: int32 slot of each selected row once it has been fetched; NO_SLOT masks.
         selection: int32 position of each selected row, in ascending order, then NO_SLOT.
+        missing: int32 position of each fetch, entry by entry.
     """
 
     query: Float[Array, "R T H width"]
     location: Int[Array, "R T K"]
     selection: Int[Array, "R T K"]
+    missing: Int[Array, "R U"]
 
 
 def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
@@ -51,7 +53,7 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
     Args:
         host: see `retrieve.api`.
         slots: see `retrieve.api`; donated by the caller's `jit`.
-        fetches: see `retrieve.api`; positions ascend up to the counts.
+        fetches: see `retrieve.api`; their positions, `attention.missing`, ascend up to the counts.
         attention: queries, and what they select.
         moves: see `retrieve.api`.
         offset: see `sparse_attention.api`, as all that follows.
@@ -68,7 +70,7 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
         ValueError: see `retrieve.api`.
         NotImplementedError: if the named backend does not take operands like these.
     """
-    check_pools(host, slots, fetches)
+    check_pools(host, slots)
     options = {"offset": offset, "row_format": row_format, "value_width": value_width}
     refusal = mosaic.supports(attention.query, slots, **options)
     match resolve("retrieve_attend", backend, refusal=refusal):

@@ -27,6 +27,7 @@ class Inputs(NamedTuple):
         host: the host pool.
         slots: the slots before.
         fetches: what is missing, by position.
+        missing: the positions of the fetches.
         selection: positions that each query selects, by position.
         moves: slots to copy to other slots.
         after: arguments of `sparse_attention` once the records are there: its slots are the result.
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
     host: Int[np.ndarray, "N W"]
     slots: Int[np.ndarray, "S W"]
     fetches: Fetches
+    missing: Int[np.ndarray, "R U"]
     selection: Int[np.ndarray, "R T K"]
     moves: Moves | None
     after: attention_cases.Inputs
@@ -88,10 +90,14 @@ def random(  # noqa: PLR0913  # one name per dimension
     )
     absent = chosen & (rng.random(ids.shape) < missing) & (np.arange(top_k) >= first)
     host, slots = words(rng, requests * capacity, made.slots.shape[1]), after.slots.copy()
-    host[(np.arange(requests)[:, None] * capacity + positions)[absent]] = slots[ids[absent]]
+    row_of = rng.permutation(len(host)).reshape(requests, capacity)
+    host[np.take_along_axis(row_of, positions, axis=1)[absent]] = slots[ids[absent]]
     slots[ids[absent]] = words(rng, int(absent.sum()), slots.shape[1])
-    fetches = _fetches(rng.integers(0, capacity, (requests, room * top_k)), positions, ids, absent)
-    return Inputs(host, slots, fetches, _per_query(positions, queries), None, after)
+    uncounted = rng.integers(0, capacity, (requests, room * top_k)).astype(np.int32)
+    wanted, targets = _missing(uncounted, positions, ids, absent)
+    lists = np.take_along_axis(row_of, wanted, axis=1), targets, absent.sum(axis=1)
+    fetches = Fetches(*(jnp.asarray(part, jnp.int32) for part in lists))
+    return Inputs(host, slots, fetches, wanted, _per_query(positions, queries), None, after)
 
 
 def _records(
@@ -114,30 +120,29 @@ def _per_query(ids: Int[np.ndarray, "R K"], queries: int) -> Int[np.ndarray, "R 
     return out
 
 
-def _fetches(
+def _missing(
     uncounted: Int[np.ndarray, "R U"],
     positions: Int[np.ndarray, "R K"],
     ids: Int[np.ndarray, "R K"],
     absent: Bool[np.ndarray, "R K"],
-) -> Fetches:
-    """What is absent, at the front of the lists; behind it, what must not be read."""
+) -> tuple[Int[np.ndarray, "R U"], Int[np.ndarray, "R U"]]:
+    """Positions and slots of what is absent, at the front; behind it, what must not be read."""
     from_, to = uncounted.copy(), np.tile(ids, uncounted.shape[1] // ids.shape[1])
     for request, which in enumerate(absent):
         count = which.sum()
         from_[request, :count], to[request, :count] = positions[request, which], ids[request, which]
-    return Fetches(*(jnp.asarray(part, jnp.int32) for part in (from_, to, absent.sum(axis=1))))
+    return from_, to
 
 
-def position_out_of_range() -> Inputs:
+def row_out_of_range() -> Inputs:
     """The last record that the first request selects does not exist: its slot becomes POISON."""
     inputs = random(missing=1.0)
     fetches, after = inputs.fetches, inputs.after
-    position, last = len(inputs.host) // len(inputs.selection), int(fetches.counts[0]) - 1
-    inputs.selection[0, 0, last] = position
+    last = int(fetches.counts[0]) - 1
     target = int(fetches.targets[0, last])
     after.slots[target], after.rows[target] = POISON, np.nan
-    positions = fetches.positions.at[0, last].set(position)
-    return inputs._replace(fetches=fetches._replace(positions=positions))
+    rows = fetches.rows.at[0, last].set(len(inputs.host))
+    return inputs._replace(fetches=fetches._replace(rows=rows))
 
 
 def targets_out_of_range() -> Inputs:
@@ -180,7 +185,7 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "an_empty_selection": partial(random, selected=(150, 0, 70)),
     "padded_requests": partial(random, selected=(130, 0, 0, 0)),
     "nothing_selected": partial(random, selected=(0, 0)),
-    "position_out_of_range": position_out_of_range,
+    "row_out_of_range": row_out_of_range,
     "targets_out_of_range": targets_out_of_range,
     "moved": moved,
     "float32": partial(random, rows=attention_cases.random, top_k=20, selected=(20, 7), layer=1),

@@ -17,7 +17,7 @@ from pallas_kernels.common.ids import INT32_MAX, in_range, masked
 from pallas_kernels.common.memory_space import as_device
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.retrieve.api import retrieve
-from pallas_kernels.retrieve.types import Fetches, Moves, counted, located
+from pallas_kernels.retrieve.types import Fetches, Moves, counted, wanted_targets
 from pallas_kernels.sparse_attention import mosaic as attention_kernel
 from pallas_kernels.sparse_attention.mosaic_work import BLOCK, HEADS
 
@@ -45,16 +45,18 @@ def retrieve_attend(
     host: Int[Array, "N W"],
     slots: Int[Array, "S W"],
     fetches: Fetches,
-    attention: tuple[Float[Array, "R 1 H width"], Int[Array, "R 1 K"], Int[Array, "R 1 K"]],
+    attention: tuple[
+        Float[Array, "R 1 H width"], Int[Array, "R 1 K"], Int[Array, "R 1 K"], Int[Array, "R U"]
+    ],
     moves: Moves | None,
     **options: Any,  # those of sparse attention
 ) -> tuple[tuple[Float[Array, "R 1 H value"], Float[Array, "R 1 H"]], Int[Array, "S W"]]:
     """See `api.retrieve_attend`."""
-    query, location, selection = attention
+    query, location, selection, missing = attention
     if moves is not None:
         nothing = fetches._replace(counts=0 * fetches.counts)
         slots = retrieve(host, slots, nothing, moves, backend="triton")
-    brought = _brought(host, slots, fetches, selection[:, 0])
+    brought = _brought(host, slots, fetches, missing, selection[:, 0])
     return attention_kernel.retrieve_attend(query, slots, location, brought, **options)
 
 
@@ -62,16 +64,16 @@ def _brought(
     host: Int[Array, "N W"],
     slots: Int[Array, "S W"],
     fetches: Fetches,
+    missing: Int[Array, "R U"],
     selection: Int[Array, "R K"],
 ) -> attention_kernel.Brought:
     """The fetches as the kernel takes them: by block, with ids that exist or are NO_SLOT."""
-    rows, targets = located(fetches, host.shape[0])
-    positions = jnp.where(counted(fetches), fetches.positions, INT32_MAX)
+    targets = wanted_targets(fetches)
     return attention_kernel.Brought(
         host=as_device(host),
-        rows=rows,
+        rows=masked(fetches.rows, in_range(fetches.rows, host.shape[0])),
         targets=masked(targets, in_range(targets, slots.shape[0])),
-        before=_before(positions, selection),
+        before=_before(jnp.where(counted(fetches), missing, INT32_MAX), selection),
     )
 
 

@@ -15,14 +15,16 @@ def retrieve_attend(
     host: Int[Array, "N W"],
     slots: Int[Array, "S W"],
     fetches: Fetches,
-    attention: tuple[Float[Array, "R T H width"], Int[Array, "R T K"], Int[Array, "R T K"]],
+    attention: tuple[
+        Float[Array, "R T H width"], Int[Array, "R T K"], Int[Array, "R T K"], Int[Array, "R U"]
+    ],
     moves: Moves | None,
     *,
     backend: Backend | None,
     **options: Any,  # noqa: ANN401  # those of sparse attention
 ) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S W"]]:
     """See `api.retrieve_attend`."""
-    query, location, _ = attention
+    query, location, _, _ = attention
     with jax.named_scope("retrieve"):
         slots = retrieve(host, slots, fetches, moves, backend=backend)
     with jax.named_scope("attend"):

@@ -9,7 +9,6 @@ A warpgroup moves 16 rows per pass: eight CUDA threads share a row and take ever
     thread 27 = row 3 of the pass, chunk 3: writes chunk 3 ^ 3 = 0 of row 3 in each tile
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -207,16 +206,10 @@ class _Place(NamedTuple):
     first: Any
     tiles: int
 
-    def chunk(self, number: int, tile: int | Any, chunk: Any) -> Any:
+    def chunk(self, number: int, tile: int, chunk: Any) -> Any:
         """Address of a chunk of its row in a pass."""
         swizzled = arith.muli(arith.xori(chunk, self.line), integer(CHUNK))
-        if isinstance(tile, int):
-            offset = integer((number * 2 * self.tiles + tile) * TILE_BYTES)
-        else:
-            offset = arith.addi(
-                arith.muli(tile, integer(TILE_BYTES)),
-                integer(number * 2 * self.tiles * TILE_BYTES),
-            )
+        offset = integer((number * 2 * self.tiles + tile) * TILE_BYTES)
         return arith.addi(self.first, arith.addi(swizzled, offset))
 
 
@@ -296,28 +289,38 @@ def _copy_bytes(live: list[Any], starts: list[Any], place: _Place, row: ScaledRo
 def _expand_rows(place: _Place, row: ScaledRow) -> None:
     """The bfloat16 numbers that the bytes of all rows stand for, pass by pass."""
     raw, pitch = _raw_bytes(place, row)
-    column = arith.muli(place.lane, integer(CHUNK))
     ptx("cp.async.wait_all;", "")
     mgpu.utils.warpgroup_barrier()
     for number in range(PASSES):
         here = arith.addi(raw, integer(number * ROWS_PER_PASS * pitch))
-        _expand_pass(here, column, number, place, row)
+        _expand_pass(here, number, place, row)
     ptx("fence.proxy.async.shared::cta;", "")
 
 
-def _expand_pass(raw: Any, column: Any, number: int, place: _Place, row: ScaledRow) -> None:
-    """Read the bytes of a pass; when every thread has, store its numbers."""
-    turns = -(-row.quantised // (CHUNK * PER_ROW))
-    mine = arith.addi(raw, column)
-    heads = [_load_words(mine, turn * CHUNK * PER_ROW, 4) for turn in range(turns)]
-    rest = _load_words(mine, row.rest_bytes[0], 4)
+def _expand_pass(raw: Any, number: int, place: _Place, row: ScaledRow) -> None:
+    """Read the bytes of a pass; when every thread has, store its numbers.
+
+    A thread takes eight numbers of each tile of its row, which become one chunk: so the eight
+    threads of a row write eight different chunks, and no two meet in a bank.
+    """
+    mine = arith.addi(raw, arith.muli(place.lane, integer(CHUNK // 2)))
+    heads = [_load_words(mine, tile * TILE, 2) for tile in range(row.quantised // TILE)]
+    rest = _load_words(
+        arith.addi(raw, arith.muli(place.lane, integer(CHUNK))), row.rest_bytes[0], 4
+    )
     scales = _load_words(raw, row.scale_byte, 4 if row.scale == "float32" else 2)
     mgpu.utils.warpgroup_barrier()
-    for turn, words in enumerate(heads):
-        chunk = arith.addi(place.lane, integer(turn * PER_ROW))
-        _store_expanded(place, number, chunk, row)(words, _scale_of(scales, chunk, turn, row))
-    rest_at = place.chunk(number, row.quantised // TILE, place.lane)
-    ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", rest_at, *rest)
+    split = [_scale(scales, group, row) for group in range(row.groups)]
+    for tile, words in enumerate(heads):
+        scale = split[tile * TILE // row.group]
+        _store_chunk(place, number, tile, [pair for word in words for pair in _expand(word, scale)])
+    _store_chunk(place, number, row.quantised // TILE, rest)
+
+
+def _store_chunk(place: _Place, number: int, tile: int, words: list[Any]) -> None:
+    """Store the thread's chunk of a tile."""
+    at = place.chunk(number, tile, place.lane)
+    ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", at, *words)
 
 
 def _load_words(start: Any, offset: int, count: int) -> list[Any]:
@@ -328,15 +331,13 @@ def _load_words(start: Any, offset: int, count: int) -> list[Any]:
     return ptx(text, constraints, start, results=count)
 
 
-def _scale_of(scales: list[Any], chunk: Any, turn: int, row: ScaledRow) -> tuple[Any, Any]:
-    """The scale of a chunk as the sum of two bfloat16 numbers, each twice in a word."""
+def _scale(scales: list[Any], group: int, row: ScaledRow) -> tuple[Any, Any]:
+    """The scale of a group as the sum of two bfloat16 numbers, each twice in a word."""
     if row.scale == "float32":
-        bits = scales[turn * CHUNK * PER_ROW // row.group]
+        bits = scales[group]
     else:
-        group = arith.divui(chunk, integer(row.group // CHUNK))
-        word = arith.select(arith.cmpi(LESS, group, integer(4)), scales[0], scales[1])
-        shift = arith.muli(arith.remui(group, integer(4)), integer(8))
-        bits = arith.shli(arith.andi(arith.shrui(word, shift), integer(255)), integer(23))
+        byte = arith.shrui(scales[group // 4], integer(8 * (group % 4)))
+        bits = arith.shli(arith.andi(byte, integer(255)), integer(23))
     high, low = ptx(
         "{ .reg .f32 h, l; cvt.rn.bf16x2.f32 $0, $2, $2; and.b32 h, $0, 0xffff0000; "
         "sub.rn.f32 l, $2, h; cvt.rn.bf16x2.f32 $1, l, l; }",
@@ -345,26 +346,6 @@ def _scale_of(scales: list[Any], chunk: Any, turn: int, row: ScaledRow) -> tuple
         results=2,
     )
     return high, low
-
-
-def _store_expanded(
-    place: _Place, number: int, chunk: Any, row: ScaledRow
-) -> Callable[[list[Any], tuple[Any, Any]], None]:
-    """Store sixteen numbers as two chunks of bfloat16."""
-    per_tile = TILE // CHUNK
-    tile = arith.divui(chunk, integer(per_tile))
-    half = arith.muli(arith.remui(chunk, integer(per_tile)), integer(2))
-
-    def store(words: list[Any], scale: tuple[Any, Any]) -> None:
-        inside = arith.cmpi(LESS, chunk, integer(row.quantised // CHUNK))
-        for part in range(2):
-            pairs = [
-                pair for word in words[2 * part : 2 * part + 2] for pair in _expand(word, scale)
-            ]
-            at = place.chunk(number, tile, arith.addi(half, integer(part)))
-            ptx_if(inside, "st.shared.v4.b32 [$1], {$2, $3, $4, $5};", "r,r,r,r,r", at, *pairs)
-
-    return store
 
 
 def _expand(word: Any, scale: tuple[Any, Any]) -> list[Any]:

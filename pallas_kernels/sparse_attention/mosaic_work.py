@@ -52,7 +52,7 @@ class Registers(NamedTuple):
 
 
 COPYING = Registers(fetch=64, weigh=112, sum=168)
-EXPANDING = Registers(fetch=88, weigh=104, sum=160)
+EXPANDING = Registers(fetch=72, weigh=104, sum=168)
 
 
 def supports(

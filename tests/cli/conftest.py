@@ -72,7 +72,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         given.asked |= {"options": options, **sizes}
         return given.engine
 
-    def load_model(name, dtype="float32"):
+    def load_model(name, dtype="float32", experts="stored"):
         given.asked |= {"model": name, "dtype": dtype}
         return given.loaded
 

@@ -63,7 +63,7 @@ def test_document_holds_tokens_and_metrics(run, fake, prompt, tmp_path):
         "backend": "cpu",
         "jax_version": "0",
         "policy": "fixed",
-        "draft": "none",
+        "draft": "dflash2",
     }
     metrics = document["metrics"]
     assert metrics["output_tokens"] == 3
@@ -273,7 +273,9 @@ def test_bad_options_are_refused(run, fake, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ((), DraftOptions("none", None, False)),
+        ((), DraftOptions("dflash2", None, False)),
+        (("--model", "some/where"), DraftOptions("none", None, False)),
+        (("--draft", "none"), DraftOptions("none", None, False)),
         (("--draft", "dspark"), DraftOptions("dspark", None, False)),
         (("--draft", "some/where", "--draft-length", 3), DraftOptions("some/where", 3, False)),
         (("--draft", "dflash2", "--draft-length", "auto"), DraftOptions("dflash2", None, True)),
@@ -309,4 +311,16 @@ def test_a_document_does_not_replace_a_prompt(run, prompt):
     result = run("decode", "-p", path, "--json", path)
     assert result.code == 2
     assert result.error.endswith("is also read; name another file")
+    result = run("decode", "-p", path, "--record-selections", path)
+    assert result.error == f"--record-selections {path} is also read; name another file"
     assert Path(path).read_bytes() == b"text"
+
+
+def test_recorded_selections_have_a_file_of_their_own(run, fake, prompt, tmp_path):
+    a, out = prompt("a", b"a"), tmp_path / "out"
+    both = ("--json", out, "--record-selections", out)
+    assert run("decode", "-p", a, *both).error.endswith(f"are both {out}; name two files")
+    error = run("decode", "-p", a, "--record-selections", tmp_path).error
+    assert error == f"--record-selections {tmp_path} is a directory; name a file"
+    assert fake.asked == {}
+    assert [child.name for child in tmp_path.iterdir()] == ["a"]

@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.replay import as_recorded, replay
+from bench.simulate import figures
+from dhisparse_jax.engine.recording import read_recording
 from dhisparse_jax.models.checkpoint import load_checkpoint
 from dhisparse_jax.models.draft.checkpoint import make_draft, save_draft
 from dhisparse_jax.models.glm.dense import forward
 from dhisparse_jax.models.params import params_of
 from tests.support.checkpoints import CONTEXT, TOKENS, write_own, write_published
 from tests.support.small_draft import CONFIGS, noisy
+from tests.support.small_glm import FIXTURES
 
 STAGES = (
     "append",
@@ -53,6 +57,19 @@ def test_verify_hf_passes(run, published, policy, split):
     verdict = result.last_json
     assert verdict["argmax_agreement"] == 1.0
     assert (verdict["fetched_rows"] > 0) is (policy != "resident" and split < TOKENS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("split", "queries"), [(1, 1), (30, 1), (1, 4), (17, 4)])
+def test_deepseek_v32_is_what_transformers_computes(run, policy, split, queries):
+    folder = FIXTURES / "deepseek_v32_tiny"
+    result = run(
+        "verify-hf", folder, "--policy", policy, "--split", split, "--queries", queries,
+        "--hot-rows", 5,
+    )  # fmt: skip
+    assert result.code == 0, result.last_json
+    assert result.last_json["queries"] == queries
+    assert (result.last_json["fetched_rows"] > 0) is (policy != "resident")
 
 
 def test_verify_hf_sees_a_changed_weight(run, published, tmp_path):
@@ -134,6 +151,17 @@ def test_drafts_give_the_same_tokens(run, published, drafts, tmp_path, kind, len
     assert metrics["draft_bytes"] > 0
 
 
+def test_recorded_selections_replay_to_what_was_fetched(run, published, drafts, tmp_path):
+    path = tmp_path / "run.sel"
+    drafted = ("--draft", drafts / "dflash2", "--policy", "adaptive")
+    metrics = decoded(run, published, tmp_path, *drafted, "--record-selections", path)["metrics"]
+    recording = read_recording(path)
+    row = figures(recording.cfg, replay(recording.cfg, as_recorded(recording)))
+    for name in ("steps", "selected_rows", "fetched_rows"):
+        assert row[name] == metrics[name]
+    assert metrics["fetched_rows"] > 0
+
+
 def test_draft_for_another_target_is_refused(run, published, drafts, tmp_path, prompt):
     path = ("-p", prompt("a", b"x"))
     for change, message in (
@@ -148,7 +176,8 @@ def test_draft_for_another_target_is_refused(run, published, drafts, tmp_path, p
         assert message in run("decode", "-m", published, *path, "--draft", tmp_path / message).error
     error = run("decode", "-m", published, *path, "--draft", drafts / "dspark", "--draft-length", 9)
     assert "draft length 9 is not possible" in error.error
-    assert "--draft-length needs a draft" in run("decode", *path, "--draft-length", 2).error
+    error = run("decode", "-m", published, *path, "--draft-length", 2)
+    assert "--draft-length needs a draft" in error.error
     assert "unknown draft nothing" in run("decode", *path, "--draft", "nothing").error
 
 
@@ -203,3 +232,15 @@ def test_unknown_model_is_refused(run, prompt):
 
 def test_a_folder_without_a_checkpoint_is_refused(run, prompt, tmp_path):
     assert "config.json" in run("decode", "-m", tmp_path, "-p", prompt("a", b"x")).error
+
+
+def test_convert_gives_a_checkpoint_that_verifies(run, published, tmp_path):
+    target = tmp_path / "converted"
+    result = run("convert", published, target)
+    assert result.code == 0
+    assert result.last_json["unused_tensors"] == []
+    assert result.last_json["expert_format"] == "float"
+    for name in ("inputs.npy", "logits.npy"):
+        (target / name).write_bytes((published / name).read_bytes())
+    assert run("verify-hf", target, "--split", TOKENS).code == 0
+    assert "exists; name a new folder" in run("convert", published, target).error

@@ -25,6 +25,7 @@ def test_equal_logits_pass(run, fake, folder):
         "argmax_agreement": 1.0,
         "policy": "adaptive",
         "split": 5,
+        "queries": 1,
         "tokens": 10,
         "fetched_rows": 2,
         "tolerance": 4e-5,

@@ -1,6 +1,6 @@
 """Adaptive residency follows the load of real runs.
 
-18 pages of 8 slots for 3 requests in 2 pools, of which 2 stay in reserve; the floor is 1 page.
+18 pages of 8 slots for 3 requests in 2 pools; the floor is 1 page.
 """
 
 import dataclasses
@@ -77,12 +77,12 @@ def test_newcomers_make_the_others_shrink():
 
 
 def test_grows_when_the_others_leave(adaptive):
-    """Until it holds its whole history or all but the reserve; within a few steps."""
+    """Until it holds its whole history or all there is, as fast as it fills pages by misses."""
     steps = alone(adaptive)
     assert len(steps) > 30
-    for step in steps[8:]:
+    for step in steps[16:]:
         useful = -(-(step.length[0] + 1) // 8)
-        full = step.budget.sum() == PAGES - PAGES // 8
+        full = step.budget.sum() == PAGES
         assert full or (step.budget[:, 0] >= useful - 1).all()
 
 
@@ -117,7 +117,7 @@ def test_moves_are_bounded(adaptive):
         for before, after in pairwise(adaptive)
         if not after.joined
     ]
-    assert max(gained) == engine("adaptive", HOT_ROWS).cfg.moves_per_step
+    assert 0 < max(gained) <= engine("adaptive", HOT_ROWS).cfg.moves_per_step
 
 
 def test_settles():

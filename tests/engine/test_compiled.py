@@ -71,7 +71,7 @@ def test_one_program_per_function(served):
     )
     for name in (*once, "forward", "finish", "logits"):
         assert (name, count(name)) == (name, 1)
-    for name in ("prefill", "admit", "empty_prompt"):
+    for name in ("prefill", "admit", "begin_prompt"):
         assert (name, count(name)) == (name, served.cfg.pools)
 
 

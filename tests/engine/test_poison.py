@@ -10,6 +10,7 @@ import pytest
 
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.speculation.ring import visible
+from tests.support.host import host_rows
 from tests.support.serving import CONTEXT, POLICIES, drafted, engine, request, run
 from tests.support.toy_draft import toy_draft, with_errs
 
@@ -35,10 +36,12 @@ def poison_unused(served):
     """Empty hot slots, staging, tail places about to be written; everything past the lengths."""
     state, cfg = jax.device_get(served.state), served.cfg
     beyond = np.arange(cfg.capacity) >= state.length[:, None]
+    unused = np.ones(len(state.pools[0].host), bool)
+    unused[host_rows(cfg, state)[~beyond]] = False
     pools = []
     for old, pool in zip(served.state.pools, state.pools, strict=True):
         host, keys = pool.host.copy(), pool.index_keys.copy()
-        host[beyond.reshape(-1)] = NAN_WORD
+        host[unused] = NAN_WORD
         keys[beyond] = 1e30
         new = {"host": put(host, old.host), "index_keys": put(keys, old.index_keys)}
         pools.append(dataclasses.replace(old, **new))

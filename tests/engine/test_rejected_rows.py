@@ -11,6 +11,7 @@ import pytest
 
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.invariants import check_invariants
+from tests.support.host import host_rows
 from tests.support.serving import engine, prompt
 
 QUERIES = 4
@@ -47,8 +48,7 @@ def visible(served):
     parts = {"length": state.length, "active": state.active}
     for pool, row in np.ndindex(cfg.pools, cfg.requests):
         length, mine = state.length[row], state.pools[pool]
-        records = mine.host[row * cfg.capacity :][:length]
-        parts[f"host {pool} {row}"] = records
+        parts[f"host {pool} {row}"] = mine.host[host_rows(cfg, state)[row, :length]]
         parts[f"keys {pool} {row}"] = mine.index_keys[row, :length]
         held = np.arange(max(0, length + cfg.queries - cfg.tail), length, dtype=np.int32)
         slot = layout.tail_slot(cfg, pool, jnp.full_like(held, row), jnp.asarray(held))
@@ -120,9 +120,10 @@ def test_a_full_request_stays_full_and_harms_nobody(served):
     capacity = served.cfg.capacity
     served.leave(0)
     list(served.prefill(0, 0, prompt(capacity - 2, seed=7)))
-    neighbour = [np.asarray(pool.host)[capacity:] for pool in served.state.pools]
+    others = host_rows(served.cfg, jax.device_get(served.state))[1:].reshape(-1)
+    before = [np.asarray(pool.host)[others] for pool in served.state.pools]
     step(served, TOKENS[:, :QUERIES], (4, 0, 0))
     assert np.asarray(served.state.length)[0] == capacity
-    for before, pool in zip(neighbour, served.state.pools, strict=True):
-        np.testing.assert_array_equal(before, np.asarray(pool.host)[capacity:])
+    for records, pool in zip(before, served.state.pools, strict=True):
+        np.testing.assert_array_equal(records, np.asarray(pool.host)[others])
     assert all(check_invariants(served.state, served.cfg).values())

@@ -17,6 +17,7 @@ from dhisparse_jax.engine.session import Session, imported
 from dhisparse_jax.engine.store import load_session, save_session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.sampling import Sampling
+from tests.support.host import host_rows
 from tests.support.jobs import Heard, alone, drain
 from tests.support.serving import CHUNK, POLICIES, config, drafted, engine, model, request
 from tests.support.toy_draft import toy_draft
@@ -96,11 +97,11 @@ def test_imported_history_is_continued(tmp_path):
     list(source.advance())
     row = next(n for n, job in enumerate(source._roster.rows) if job is not None)
     state, size = jax.device_get(source.state), len(asked.prompt) - 1
-    first = row * source.cfg.capacity
+    rows = host_rows(source.cfg, state)[row, :size]
     session = imported(
         source.model_id,
         asked,
-        [pool.host[first : first + size] for pool in state.pools],
+        [pool.host[rows] for pool in state.pools],
         [pool.index_keys[row, :size] for pool in state.pools],
     )
     source.cancel(number)

@@ -68,8 +68,8 @@ def _check_hosts(hosts, pointers, wanted):
 
 @pytest.mark.parametrize("words", WORDS)
 def test_retrieve_reads_pinned_memory_in_place(words):
-    pool, hot = _words(3 * 1500, words), _words(900, words)
-    positions = np.stack([_ids(1500, 200) for _ in range(3)])
+    pool, hot = _words(4500, words), _words(900, words)
+    rows = np.stack([_ids(4500, 200) for _ in range(3)])
     targets, counts = _ids(600, 600).reshape(3, 200), np.array([200, 0, 77], np.int32)
     sources, moved = _ids(200, 50) + 700, _ids(90, 50)
     sources[sources < 700] = -1
@@ -77,15 +77,14 @@ def test_retrieve_reads_pinned_memory_in_place(words):
     operands = (
         jax.device_put(pool, host_sharding()),
         jnp.asarray(hot),
-        Fetches(*map(jnp.asarray, (positions, targets, counts))),
+        Fetches(*map(jnp.asarray, (rows, targets, counts))),
         Moves(jnp.asarray(sources), jnp.asarray(moved)),
     )
     run, _ = _compiled(retrieve, 1, *operands)
     result, before = hot.copy(), hot
     _copy(result, moved, before, sources)
     for request, count in enumerate(counts):
-        mine = pool[request * 1500 : (request + 1) * 1500]
-        _copy(result, targets[request, :count], mine, positions[request, :count])
+        _copy(result, targets[request, :count], pool, rows[request, :count])
     np.testing.assert_array_equal(np.asarray(run(*operands)), result)
     np.testing.assert_array_equal(np.asarray(operands[0]), pool)
 
@@ -235,3 +234,16 @@ def test_policies_agree_on_the_gpu():
         tokens, metrics = _run(policy, rows, _requests())
         assert metrics.fetched_rows > 0
         assert tokens == resident
+
+
+def test_shared_prefixes_on_the_gpu():
+    """The second and third request begin as the first: 40 and 37 positions, 2 whole pages."""
+    (first, *_) = (request for request in _requests() if len(request.prompt) == 90)
+    prompts = (first.prompt[:48], (*first.prompt[:40], 3, 1), first.prompt[:38])
+    requests = [
+        Request(name=str(n), prompt=prompt, max_new_tokens=20) for n, prompt in enumerate(prompts)
+    ]
+    for policy, rows in [(Policy.RESIDENT, 1), (Policy.FIXED, 3), (Policy.ADAPTIVE, 24)]:
+        tokens, _ = _run(policy, rows, requests)
+        alone = [_run(policy, rows, [request])[0][0] for request in requests]
+        assert [tokens[number] for number in range(3)] == alone

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.retrieve.api import retrieve
-from pallas_kernels.retrieve.types import Fetches
 from pallas_kernels.retrieve_attend import api, mosaic
 from pallas_kernels.retrieve_attend.cases import CASES, random
 from pallas_kernels.sparse_attention import mosaic as attention_mosaic
@@ -100,9 +99,9 @@ def test_a_scan_may_close_over_the_host_pool():
 
     def turn(call, host, fetches, attention, slots, number):
         location = jnp.roll(attention.location, number, axis=2)
-        moved = Fetches(fetches.positions, location[:, 0], fetches.counts)
+        moved = fetches._replace(targets=location[:, 0])
         query = attention.query * (1 + number).astype(attention.query.dtype)
-        attention = api.Attention(query, location, attention.selection)
+        attention = attention._replace(query=query, location=location)
         attended, slots = call(host, slots, moved, attention, **how)
         return slots, attended
 
@@ -133,6 +132,6 @@ def test_a_pool_of_more_words_than_32_bits_count():
     host = np.zeros((records, inputs.host.shape[1]), np.int32)
     host[-len(inputs.host) :] = inputs.host
     shift = records - len(inputs.host)
-    fetches = inputs.fetches._replace(positions=inputs.fetches.positions + shift)
-    far = inputs._replace(host=host, fetches=fetches, selection=inputs.selection + shift)
+    fetches = inputs.fetches._replace(rows=inputs.fetches.rows + shift)
+    far = inputs._replace(host=host, fetches=fetches)
     assert_same(run_fused(far, fused), run_fused(inputs, fused))

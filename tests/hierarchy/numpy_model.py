@@ -10,6 +10,8 @@ from collections import defaultdict
 
 import numpy as np
 
+from tests.hierarchy.numpy_adapt import LOW, Controller, shrunk
+
 
 def ceil_div(a, b):
     return -(-a // b)
@@ -20,6 +22,7 @@ class Sizes:
 
     def __init__(self, cfg):
         self.requests, self.capacity = cfg.requests, cfg.capacity
+        self.host_page, self.host_pages = cfg.host_page, cfg.host_page_count
         self.queries, self.top_k, self.tail = cfg.queries, cfg.geometry.top_k, cfg.tail
         self.layers = cfg.geometry.layers_per_pool
         row = cfg.geometry.row
@@ -37,6 +40,7 @@ class Sizes:
         self.floor = self.share
         if self.adaptive:
             self.floor = min(self.share, ceil_div(working_set, self.page))
+        self.ghosts = 4 * self.page if self.adaptive else 0
         self.staging = max(0, working_set - self.floor * self.page)
         # Pools with the same record size share a hot pool; smaller records come first.
         self.hot = [
@@ -79,6 +83,9 @@ class Plan:
     hits: int = 0
     tails: int = 0
     staged: int = 0
+    # What the slots of fetches and of retirements held before, None for an empty one.
+    evicted: list = dataclasses.field(default_factory=list)
+    retire_evicted: list = dataclasses.field(default_factory=list)
 
 
 class Residency:
@@ -95,6 +102,10 @@ class Residency:
     def forget(self, slot):
         self.slot_of = {p: s for p, s in self.slot_of.items() if s != slot}
         self.mark.pop(slot, None)
+
+    def content(self, slot):
+        """Position in a slot, None if it is empty."""
+        return next((p for p, s in self.slot_of.items() if s == slot), None)
 
     def hold(self, position, slot, step):
         self.slot_of[position], self.mark[slot] = slot, step
@@ -135,6 +146,7 @@ def plan_request(held, *, page_slots, selection, tail_slot, retiring, staging, s
     for position in misses:
         if places:
             slot = places.pop(0)
+            plan.evicted.append(held.content(slot))
             held.forget(slot)
             held.hold(position, slot, step)
         else:
@@ -144,6 +156,7 @@ def plan_request(held, *, page_slots, selection, tail_slot, retiring, staging, s
     for position in retiring:
         if places:
             slot = places.pop(0)
+            plan.retire_evicted.append(held.content(slot))
             held.forget(slot)
             held.hold(position, slot, step)
             plan.retire[position] = slot
@@ -155,7 +168,9 @@ class Model:
 
     def __init__(self, cfg):
         self.sizes = s = Sizes(cfg)
-        self.host = [np.zeros((s.requests * s.capacity, words), np.int32) for words in s.words]
+        rows = s.host_pages * s.host_page
+        self.host = [np.zeros((rows, words), np.int32) for words in s.words]
+        self.host_pages = [[] for _ in range(s.requests)]
         self.slots = [
             np.zeros((s.slots(hot), s.words[members[0]]), np.int32)
             for hot, members in enumerate(s.hot)
@@ -164,6 +179,12 @@ class Model:
         self.length = [0] * s.requests
         self.active = [False] * s.requests
         self.step = 1
+        self.control = Controller(s)
+
+    def host_row(self, request, position):
+        """Pages of the host pools hold consecutive positions."""
+        page, place = divmod(position, self.sizes.host_page)
+        return self.host_pages[request][page] * self.sizes.host_page + place
 
     # Pages
 
@@ -176,12 +197,16 @@ class Model:
         ]
 
     def set_budgets(self, target):
-        """Release the pages worth least, then grant free ones, lowest id first."""
+        """Release the pages worth least, then grant free ones, lowest id first.
+
+        Where a hot pool releases any, all its page lists are ordered by worth.
+        """
         s = self.sizes
+        self.control.rescale(self.budgets(), target)
         for hot, members in enumerate(s.hot):
             turns = [(pool, request) for pool in members for request in range(s.requests)]
-            for turn in turns:
-                held = self.held[turn]
+            shrinks = any(len(self.held[turn].pages) > target[turn[0]][turn[1]] for turn in turns)
+            for held in (self.held[turn] for turn in turns if shrinks):
                 held.pages.sort(key=lambda page, held=held: -self._worth(held, page))
             for pool, request in turns:
                 while len(self.held[pool, request].pages) > target[pool][request]:
@@ -205,21 +230,30 @@ class Model:
 
     # Requests
 
-    def join(self, request, length, budgets=None):
+    def join(self, request, length, host_pages, budgets=None):
         """A request joins; `budgets` are those that an adaptive policy chose."""
+        before = np.array(self.budgets())
+        expected = (self.control.miss_rate * before).sum(axis=1) / max(sum(self.active), 1)
         self.length[request], self.active[request] = length, True
+        self.host_pages[request] = host_pages
+        self.control.forget(request)
         if budgets is None:
             budgets = self.budgets()
             for row in budgets:
                 row[request] = self.sizes.share
         self.set_budgets(budgets)
+        # A newcomer is expected to miss as the others do, who would miss so much with one page.
+        self.control.miss_rate[:, request] = expected / np.array(budgets)[:, request]
 
-    def admit(self, pool, request, records):
-        """A prompt goes to the host, its newest records to the tail, those before to hot slots."""
+    def admit(self, pool, request, records, start=0):
+        """A prompt goes to the host, its newest records to the tail, those before to hot slots.
+
+        The host has the positions before `start` already.
+        """
         s, length = self.sizes, self.length[request]
         held, slots = self.held[pool, request], self.slots[s.hot_of(pool)]
-        for position in range(length):
-            self.host[pool][request * s.capacity + position] = records[position]
+        for position in range(start, length):
+            self.host[pool][self.host_row(request, position)] = records[position]
         for position in range(max(0, length - s.tail), length):
             slots[s.tail_slot(pool, request, position)] = records[position]
         owned = held.owned_slots(s.page)
@@ -231,6 +265,8 @@ class Model:
 
     def leave(self, request):
         self.length[request], self.active[request] = 0, False
+        self.host_pages[request] = []
+        self.control.forget(request)
         budgets = self.budgets()
         for row in budgets:
             row[request] = 0
@@ -256,11 +292,14 @@ class Model:
             staging=[s.staging_slot(pool, request, number) for number in range(s.staging)],
             step=self.step,
         )
+        evicted = plan.evicted[: s.ghosts] + plan.retire_evicted
+        evicted = [position for position in evicted if position is not None]
+        self.control.remember(pool, request, evicted, self.held[pool, request].slot_of)
         slots = self.slots[s.hot_of(pool)]
         for position, slot in plan.retire.items():
             slots[slot] = slots[ring(position)]
         for position, slot in plan.fetch.items():
-            slots[slot] = self.host[pool][request * s.capacity + position]
+            slots[slot] = self.host[pool][self.host_row(request, position)]
         return plan
 
     def append(self, pool, request, query, layer, words):
@@ -279,7 +318,7 @@ class Model:
             for position in range(self.length[request], self.length[request] + accepted[request]):
                 for pool in range(len(s.words)):
                     record = self.slots[s.hot_of(pool)][s.tail_slot(pool, request, position)]
-                    self.host[pool][request * s.capacity + position] = record
+                    self.host[pool][self.host_row(request, position)] = record
             self.length[request] += accepted[request]
         self.step += 1
 
@@ -291,27 +330,26 @@ class Model:
         used = min(self.length[request] + s.queries, s.capacity)
         return max(ceil_div(used, s.page), s.floor)
 
-    def admission(self, request):
-        """Budgets after an adaptive admission; `request` must be active already.
+    def admission(self, request, length):
+        """Budgets after an adaptive admission, to a page: see `check_admission`.
 
-        The newcomer gets its even share, or what is free beyond the reserve of one page in eight if
-        that is more, as far as its history can use it. The largest holders shrink to one level.
+        The newcomer gets its even share, or what is free beyond the low watermark if that is more,
+        as far as its history can use it. The others shrink, whoever values a page least first.
         """
         s, target = self.sizes, self.budgets()
+        value = self.control.value(np.array(target))
+        others = [row for row in range(s.requests) if self.active[row]]
+        low = 0 if len(others) + 1 == s.requests else 1
         for hot, members in enumerate(s.hot):
             total = s.pages(hot)
-            even = total // (sum(self.active) * len(members))
-            spare = total - total // 8 - sum(sum(target[pool]) for pool in members)
-            wish = min(max(even, spare // len(members)), self.useful(request))
-            for pool in members:
-                target[pool][request] = max(wish, s.floor)
-            holders = [(pool, row) for pool in members for row in range(s.requests)]
-            capped = lambda level, holders=holders: [
-                min(target[pool][row], max(level, s.floor)) for pool, row in holders
-            ]
-            level = s.max_pages
-            while sum(capped(level)) > total:
-                level -= 1
-            for (pool, row), pages in zip(holders, capped(level), strict=True):
+            even = total // ((len(others) + 1) * len(members))
+            held = {(pool, row): target[pool][row] for pool in members for row in others}
+            spare = (total - low * (total // LOW) - sum(held.values())) // len(members)
+            history = max(ceil_div(min(length + s.queries, s.capacity), s.page), s.floor)
+            wish = max(min(max(even, spare), history), s.floor)
+            limit = total - wish * len(members)
+            for (pool, row), pages in shrunk(held, value, s.floor, limit).items():
                 target[pool][row] = pages
+            for pool in members:
+                target[pool][request] = wish
         return target

@@ -1,7 +1,7 @@
 """Adaptive residency, move by move: 9 pages of 4 slots for 3 requests in one pool, floor 1."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
-from dhisparse_jax.hierarchy.adapt import DECAY, adapt
+from dhisparse_jax.hierarchy import requests
+from dhisparse_jax.hierarchy.adapt import adapt
+from dhisparse_jax.hierarchy.ghost import DECAY, PRIOR
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import init
+from dhisparse_jax.hierarchy.update import with_hot
 from pallas_kernels.plan.types import PlanCounts
+from tests.hierarchy.numpy_adapt import Moves, shrunk
 
 GEOMETRY = Geometry(
     row=RowFormat(width=4, value_width=4, dtype="float32"),
@@ -25,62 +29,120 @@ GEOMETRY = Geometry(
 LONG = 60
 
 
-@cache
-def compiled(policy, moves):
-    cfg = HierarchyConfig(
-        geometry=GEOMETRY,
-        policy=policy,
-        requests=3,
-        capacity=64,
-        hot_rows=12,
-        moves_per_step=moves,
-    )
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A hierarchy of one pool; by default of 9 pages for 3 requests."""
 
-    def run(held, rates, lengths, fetched):
-        state = dataclasses.replace(init(cfg), length=lengths, active=lengths > 0)
-        state = set_budgets(state, cfg, held[None])
-        none = jnp.zeros((1, 3), jnp.int32)
-        counts = PlanCounts(none, none, none, fetched[None], none)
-        state = dataclasses.replace(state, miss_rate=rates[None], counts=counts)
+    policy: str = "adaptive"
+    moves: int = 4
+    requests: int = 3
+    capacity: int = 64
+    hot_rows: int = 12
+
+    @property
+    def cfg(self):
+        return HierarchyConfig(
+            geometry=GEOMETRY,
+            policy=Policy(self.policy),
+            requests=self.requests,
+            capacity=self.capacity,
+            hot_rows=self.hot_rows,
+            moves_per_step=self.moves,
+        )
+
+
+def prepared(cfg, held, rates, lengths, saved, tried):
+    """A state with given budgets, rates of misses and sums of ghosts; every page is full."""
+    state = dataclasses.replace(init(cfg), length=lengths, active=lengths > 0)
+    state = set_budgets(state, cfg, held[None])
+    full = jnp.repeat(jnp.minimum(state.hot[0].owner, 0), cfg.page_slots)
+    state = with_hot(state, 0, dataclasses.replace(state.hot[0], position=full))
+    benefit = dataclasses.replace(state.benefit, saved=saved[None], tried=tried[None])
+    return dataclasses.replace(state, miss_rate=rates[None], benefit=benefit)
+
+
+@cache
+def compiled(small):
+    cfg = small.cfg
+
+    def run(held, rates, lengths, saved, tried, fetched):
+        state = prepared(cfg, held, rates, lengths, saved, tried)
+        none = jnp.zeros((1, cfg.requests), jnp.int32)
+        state = dataclasses.replace(state, counts=PlanCounts(none, none, none, fetched[None], none))
         state = adapt(state, cfg)
         return state.budget[0], state.miss_rate[0], (state.hot[0].owner >= 0).sum()
 
-    return cfg, jax.jit(run)
+    return jax.jit(run)
 
 
-def adapted(held, rates, lengths=(LONG,) * 3, *, moves=4, policy=Policy.ADAPTIVE):
-    """Budgets after one step."""
-    _, run = compiled(policy, moves)
-    zeros = jnp.zeros(3, jnp.int32)
-    ids = lambda values: jnp.asarray(values, jnp.int32)
-    budget, _, owned = run(ids(held), jnp.asarray(rates, jnp.float32), ids(lengths), zeros)
+@cache
+def joining(small):
+    cfg = small.cfg
+
+    def run(held, rates, lengths, saved, tried, row, length):
+        state = prepared(cfg, held, rates, lengths, saved, tried)
+        state = requests.join(state, cfg, row, length)
+        return state.budget[0], state.miss_rate[0]
+
+    return jax.jit(run)
+
+
+ids = partial(jnp.asarray, dtype=jnp.int32)
+floats = partial(jnp.asarray, dtype=jnp.float32)
+
+
+def adapted(held, rates, lengths=None, *, saved=None, tried=None, small=None, **sizes):
+    """Budgets after one step; `rates` are the moving averages after it."""
+    small = small or Small(**sizes)
+    zeros = [0] * small.requests
+    lengths = lengths or [LONG] * small.requests
+    before = floats(rates) / DECAY
+    sums = floats(saved or zeros) / DECAY, floats(tried or zeros) / DECAY
+    budget, _, owned = compiled(small)(ids(held), before, ids(lengths), *sums, ids(zeros))
     assert owned == budget.sum()
     return tuple(budget.tolist())
 
 
 def test_sizes():
-    cfg, _ = compiled(Policy.ADAPTIVE, 4)
-    assert (cfg.page_slots, cfg.floor_pages, cfg.share_pages) == (4, 1, 3)
+    cfg = Small().cfg
+    assert (cfg.page_slots, cfg.floor_pages, cfg.share_pages, cfg.ghosts) == (4, 1, 3, 16)
+    assert Small("fixed").cfg.ghosts == 0
 
 
 def test_free_pages_go_also_to_who_misses_nothing_yet():
     """So that a history which fits is not evicted before it is missed."""
-    assert adapted((3, 1, 1), (0, 0, 0), (12, 8, 2)) == (4, 3, 1)
+    assert adapted((3, 1, 1), (0, 0, 0), (12, 8, 2)) == (4, 2, 1)
+    assert adapted((4, 2, 1), (0, 0, 0), (12, 8, 2)) == (4, 3, 1)
     assert adapted((4, 3, 1), (0, 0, 0), (12, 8, 2)) == (4, 3, 1)
+
+
+def test_idle_pages_are_dealt_evenly():
+    """Not to the lowest row first: whoever holds least values a page most."""
+    assert adapted((1, 1, 1), (0, 0, 0), moves=2) == (2, 2, 1)
+    assert adapted((2, 2, 2), (0, 0, 0), moves=6) == (3, 3, 3)
 
 
 def test_without_misses_nobody_gives():
     assert adapted((6, 2, 1), (0, 0, 0)) == (6, 2, 1)
 
 
+def test_who_misses_nothing_keeps_pages_that_the_other_hardly_needs():
+    """What misses nothing is taken to fetch one record now and then, so it is not free to take."""
+    one = 1 - DECAY
+    # 1 record now and then on 2 pages, and 3.9 on 6: not 1.5 times as much per page.
+    assert adapted((2, 6, 1), (0, 2.9 * one, 0), moves=1) == (2, 6, 1)
+    assert adapted((4, 4, 1), (0, 8 * one, 0), moves=1) == (3, 5, 1)
+
+
 def test_grows_into_free_pages_by_the_bound():
-    assert adapted((1, 1, 1), (0, 2, 0)) == (1, 5, 1)
-    assert adapted((1, 1, 1), (0, 2, 0), moves=1) == (1, 2, 1)
+    assert adapted((1, 1, 1), (0, 16, 0)) == (1, 5, 1)
+    assert adapted((1, 1, 1), (0, 16, 0), moves=1) == (1, 2, 1)
 
 
-def test_one_page_in_eight_stays_free():
-    # Two of the three free pages go, and nobody here values a page twice as much as another.
-    assert adapted((2, 2, 2), (3, 3, 3)) == (3, 3, 2)
+def test_grows_no_faster_than_it_can_fill():
+    """It holds a full page of 4 records, and 5 come in the next step: 3 pages."""
+    assert adapted((1, 4, 4), (5, 0, 0)) == (3, 3, 3)
+    assert adapted((1, 4, 4), (4, 0, 0)) == (2, 3, 4)
 
 
 def test_grows_as_far_as_the_history_is_long():
@@ -91,20 +153,39 @@ def test_grows_as_far_as_the_history_is_long():
 
 
 def test_pages_go_where_they_save_most():
-    # Values 6 and 2; then 3 and 2; then 2 and 2, where the first wins the tie; then 1.5 and 2.
-    assert adapted((1, 1, 1), (6, 2, 0)) == (4, 2, 1)
+    # The first saves 8 by a page, then 2.7, 1.3 and 0.8; the second 1.
+    assert adapted((1, 1, 1), (16, 2, 0)) == (4, 2, 1)
 
 
-def test_takes_from_whoever_misses_least():
-    # No page is free. Values .25 and .25 give to 8, 4, 2.67, 2: twice each.
-    assert adapted((1, 4, 4), (8, 1, 1)) == (5, 2, 2)
-    assert adapted((1, 4, 4), (8, 1, 1), moves=1) == (2, 3, 4)
+def test_what_was_seen_counts_more_than_the_misses():
+    """Row 1 misses less, but what it misses would have been there with a page more."""
+    assert adapted((4, 4, 1), (12, 4, 0), moves=1) == (5, 3, 1)
+    seen = {"saved": (10, 400, 0), "tried": (80, 80, 0)}
+    assert adapted((4, 4, 1), (12, 4, 0), moves=1, **seen) == (3, 5, 1)
 
 
-@pytest.mark.parametrize(("rate", "after"), [(3.9, (4, 4, 1)), (4.1, (5, 3, 1))])
-def test_trades_only_for_twice_the_value(rate, after):
-    # A page of request 1 is worth 2 / 4; request 0 must value it at more than 1.
-    assert adapted((4, 4, 1), (rate, 2, 0), moves=1) == after
+def test_who_misses_nothing_stands_in_nobodys_way():
+    """Row 2 has one page and would value a second most, if it missed anything."""
+    seen = {"saved": (400, 1, 0), "tried": (80_000, 80_000, 0)}
+    assert adapted((4, 4, 1), (1, 1, 0), moves=1, **seen) == (5, 3, 1)
+
+
+@pytest.mark.parametrize(("saved", "after"), [(248, (4, 4, 1)), (256, (5, 3, 1))])
+def test_trades_only_for_half_as_much_again(saved, after):
+    """The other one would lose 5 / 3 of what a page more would save it: c / 12 against c / 20."""
+    seen = {"saved": (saved, 100, 0), "tried": (10_000, 10_000, 0)}
+    assert adapted((4, 4, 1), (1, 1, 0), moves=1, **seen) == after
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_come_to_rest(seed):
+    """With few pages each, where a page changes values most; more moves than it takes, one more."""
+    rng = np.random.default_rng(seed)
+    held = tuple((1 + rng.multinomial(6, [1 / 3] * 3)).tolist())
+    rates = rng.gamma(0.5, 20, 3).tolist()
+    seen = {"saved": rng.gamma(0.5, 40, 3).tolist(), "tried": rng.uniform(0, 80, 3).tolist()}
+    rested = [adapted(held, rates, moves=moves, **seen) for moves in (40, 41)]
+    assert rested[0] == rested[1]
 
 
 def test_equals_never_trade():
@@ -117,7 +198,7 @@ def test_never_below_the_floor():
 
 
 def test_absent_requests_get_nothing():
-    assert adapted((1, 0, 0), (1, 9, 9), (LONG, 0, 0)) == (5, 0, 0)
+    assert adapted((1, 0, 0), (16, 9, 9), (LONG, 0, 0)) == (5, 0, 0)
 
 
 @pytest.mark.parametrize("policy", [Policy.FIXED, Policy.RESIDENT])
@@ -126,9 +207,102 @@ def test_other_policies_keep_their_budgets(policy):
 
 
 def test_miss_rate_is_a_moving_average_of_fetches():
-    _, run = compiled(Policy.ADAPTIVE, 4)
-    ids = lambda *values: jnp.asarray(values, jnp.int32)
-    rates = jnp.asarray([2.0, 0.0, 7.0])
-    _, rate, _ = run(ids(1, 1, 0), rates, ids(LONG, LONG, 0), ids(4, 10, 0))
+    zeros = floats([0, 0, 0])
+    rates, fetched = floats([2.0, 0.0, 7.0]), ids([4, 10, 0])
+    _, rate, _ = compiled(Small(moves=1))(
+        ids([3, 3, 0]), rates, ids([10, 10, 0]), zeros, zeros, fetched
+    )
     wanted = [DECAY * 2 + (1 - DECAY) * 4, (1 - DECAY) * 10, 0]
     np.testing.assert_allclose(rate, wanted, rtol=1e-6)
+
+
+LARGE = Small(requests=3, capacity=16384, hot_rows=2732, moves=4)
+"""2,049 pages of 4 slots: 8 are free below the low watermark, 16 above the high one."""
+
+
+@pytest.mark.parametrize(
+    ("free", "change"),
+    [(5, -3), (7, -1), (8, 0), (16, 0), (17, 1), (19, 3), (100, 4), (0, -4)],
+)
+def test_watermarks(free, change):
+    """Between them nothing moves: what an admission has taken is not taken back at once."""
+    held, rates = (2049 - free - 1000, 1000, 0), (5, 5, 0)
+    after = adapted(held, rates, (16000, 16000, 0), small=LARGE)
+    assert sum(after) - sum(held) == change
+
+
+def test_no_reserve_when_every_row_is_taken():
+    held = (700, 700, 646)
+    after = adapted(held, (5, 5, 5), (16000,) * 3, small=LARGE)
+    assert sum(after) == 2049
+
+
+def joined(held, rates, length, **sizes):
+    """Budgets and rates after a request has joined the last row."""
+    small = Small(**sizes)
+    zeros = floats([0] * small.requests)
+    lengths = ids([LONG if pages else 0 for pages in held])
+    budget, rate = joining(small)(
+        ids(held), floats(rates), lengths, zeros, zeros, jnp.int32(2), jnp.int32(length)
+    )
+    return tuple(budget.tolist()), rate
+
+
+def test_newcomer_takes_from_those_who_value_pages_least():
+    # An even share is 3 pages, one is free. At 4 pages each they value them as 1 to 16 do.
+    assert joined((4, 4, 0), (1, 16, 0), LONG)[0] == (2, 4, 3)
+
+
+def test_newcomer_gets_what_is_free_as_far_as_it_can_use_it():
+    assert joined((1, 0, 0), (1, 0, 0), LONG)[0] == (1, 0, 8)
+    assert joined((1, 0, 0), (1, 0, 0), 10)[0] == (1, 0, 3)
+
+
+def test_newcomer_is_expected_to_miss_as_the_others_do():
+    """They would miss 8 and 16 with one page, so with 3 it misses 4."""
+    budget, rate = joined((2, 2, 0), (4, 8, 0), LONG)
+    assert budget == (2, 2, 5)
+    np.testing.assert_allclose(rate, [4, 8, 12 / 5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_the_model(seed):
+    """Random budgets, rates and ghosts of 8 requests; the model moves one page at a time."""
+    rng = np.random.default_rng(seed)
+    small = Small(requests=8, capacity=512, hot_rows=60, moves=int(rng.integers(1, 40)))
+    total, floor = 8 * 15, 1
+    active = rng.random(8) < 0.8
+    spread = rng.multinomial(rng.integers(0, total - 8 + 1), rng.dirichlet(np.ones(8)))
+    held = np.where(active, floor + spread, 0)
+    lengths = np.where(active, rng.integers(100, 500, 8), 0)
+    rates = np.where(active, rng.gamma(0.5, 20, 8), 0)
+    tried, saved = rng.uniform(0, 80, 8), rng.gamma(0.5, 40, 8)
+    history, fillable = -(-(lengths + 1) // 4), held + -(-np.maximum(rates, 1) // 4).astype(int)
+    value = (saved + PRIOR * (rates + 1 - DECAY) / (held + 1)) / (tried + PRIOR)
+    model = Moves(
+        held=dict(enumerate(held.tolist())),
+        value=dict(enumerate(value.tolist())),
+        useful=dict(enumerate(np.minimum(history, fillable).tolist())),
+        floor=floor,
+        active=dict(enumerate(active.tolist())),
+        misses=dict(enumerate((rates > 1.5 * (1 - DECAY)).tolist())),
+    )
+    wanted = model.run(small.moves, total, 0, 0)
+    found = adapted(
+        held, rates, lengths.tolist(), saved=list(saved), tried=list(tried), small=small
+    )
+    assert model.margin > 1e-5
+    assert dict(enumerate(found)) == wanted
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_admission_equals_the_model(seed):
+    rng = np.random.default_rng(seed)
+    held = np.array([*rng.multinomial(9, [0.5, 0.5]), 0])
+    held[:2] = np.clip(held[:2], 1, 8)
+    rates = np.array([*rng.gamma(0.5, 20, 2), 0])
+    value = dict(enumerate((rates + 1 - DECAY) / (held + 1)))
+    wanted = shrunk({0: int(held[0]), 1: int(held[1])}, value, 1, 6)
+    found, _ = joined(held, rates, LONG)
+    assert found[2] == 3
+    assert max(abs(found[row] - wanted[row]) for row in (0, 1)) <= 1

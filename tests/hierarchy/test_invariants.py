@@ -27,15 +27,19 @@ CONFIG = HierarchyConfig(
     capacity=32,
     hot_rows=12,
     tail=6,
+    host_page=8,
 )
 PAGE = CONFIG.page_slots
 LENGTHS = (30, 20)  # row 2 is free
 BUDGETS = np.array([[4, 3, 0], [4, 3, 0]], np.int32)
+HOST_PAGES = np.array([[0, 1, 2, 3], [0, 5, 6, 7]], np.int32)
+"""Both rows begin with the same 8 positions."""
 
 
 def _populate(state, prompts):
     for row, length in enumerate(LENGTHS):
-        state = requests.join(state, CONFIG, jnp.int32(row), jnp.int32(length))
+        host_pages = jnp.asarray(HOST_PAGES[row])
+        state = requests.join(state, CONFIG, jnp.int32(row), jnp.int32(length), host_pages)
     state = pages.set_budgets(state, CONFIG, jnp.asarray(BUDGETS))
     for row, pool in np.ndindex(prompts.shape[:2]):
         keys = jnp.zeros((CONFIG.capacity, 2))
@@ -46,9 +50,10 @@ def _populate(state, prompts):
 
 @pytest.fixture(scope="module")
 def sound():
-    """Two requests with 4 and 3 pages in each of two pools, as NumPy arrays."""
+    """Two requests with 4 and 3 pages in each of two pools and a common host page, in NumPy."""
     shape = (len(LENGTHS), CONFIG.pools, CONFIG.capacity, 32)
     prompts = np.random.default_rng(0).integers(1, 1000, shape, np.int32)
+    prompts[1, :, : CONFIG.host_page] = prompts[0, :, : CONFIG.host_page]
     return jax.device_get(jax.jit(_populate)(init(CONFIG), prompts))
 
 
@@ -56,6 +61,11 @@ def changed(array, index, value):
     array = array.copy()
     array[index] = value
     return array
+
+
+def host_row(row, position):
+    page, place = divmod(position, CONFIG.host_page)
+    return HOST_PAGES[row, page] * CONFIG.host_page + place
 
 
 def hot_slot(state, row=0):
@@ -149,7 +159,7 @@ def position_beyond_the_length(state):
     slot_of = changed(changed(state.pools[0].slot_of, (1, position), -1), (1, beyond), slot)
     state = with_pool(state, 0, slot_of=slot_of)
     state = with_hot_field(state, "position", slot, beyond)
-    return with_hot_field(state, "slots", slot, state.pools[0].host[CONFIG.capacity + beyond])
+    return with_hot_field(state, "slots", slot, state.pools[0].host[host_row(1, beyond)])
 
 
 def one_bit_of_a_hot_record(state):
@@ -160,8 +170,8 @@ def one_bit_of_a_hot_record(state):
 
 def one_bit_of_a_host_record(state):
     _, position = hot_slot(state)
-    host = state.pools[0].host
-    return with_pool(state, 0, host=changed(host, (position, 0), host[position, 0] ^ 1))
+    host, row = state.pools[0].host, host_row(0, position)
+    return with_pool(state, 0, host=changed(host, (row, 0), host[row, 0] ^ 1))
 
 
 def one_bit_of_a_tail_record(state):
@@ -171,8 +181,32 @@ def one_bit_of_a_tail_record(state):
 
 
 def record_not_backed_up(state):
-    newest = CONFIG.capacity + LENGTHS[1] - 1
+    newest = host_row(1, LENGTHS[1] - 1)
     return with_pool(state, 1, host=changed(state.pools[1].host, newest, 0))
+
+
+def with_host_page(state, row, column, page):
+    return dataclasses.replace(state, host_page_of=changed(state.host_page_of, (row, column), page))
+
+
+def positions_without_a_host_page(state):
+    return with_host_page(state, 1, 2, -1)
+
+
+def host_page_that_does_not_exist(state):
+    return with_host_page(state, 1, 3, CONFIG.host_page_count)
+
+
+def host_page_of_nobody(state):
+    return with_host_page(state, 2, 0, 9)
+
+
+def host_page_twice(state):
+    return with_host_page(state, 1, 3, state.host_page_of[1, 2])
+
+
+def host_page_that_two_will_write(state):
+    return with_host_page(state, 1, 3, state.host_page_of[0, 3])
 
 
 def length_of_nobody(state):
@@ -188,6 +222,38 @@ def length_below_zero(state):
 def mark_of_this_step(state):
     slot, _ = hot_slot(state)
     return with_hot_field(state, "mark", slot, state.step)
+
+
+def with_ghosts(state, row, *positions):
+    ghost = state.benefit.ghost.copy()
+    ghost[0, row, : len(positions)] = positions
+    return dataclasses.replace(state, benefit=dataclasses.replace(state.benefit, ghost=ghost))
+
+
+def absent(state, row=0):
+    """Some positions of a row without a slot."""
+    return np.flatnonzero(state.pools[0].slot_of[row, : LENGTHS[row]] < 0)[:2].tolist()
+
+
+def ghost_with_a_slot(state):
+    return with_ghosts(state, 0, hot_slot(state)[1])
+
+
+def ghost_twice(state):
+    position, _ = absent(state)
+    return with_ghosts(state, 0, position, position)
+
+
+def ghost_after_a_hole(state):
+    return with_ghosts(state, 0, -1, *absent(state))
+
+
+def ghost_beyond_the_length(state):
+    return with_ghosts(state, 1, LENGTHS[1])
+
+
+def ghost_of_nobody(state):
+    return with_ghosts(state, 2, 0)
 
 
 FAULTS = {
@@ -207,9 +273,19 @@ FAULTS = {
     one_bit_of_a_host_record: "hot_equals_host",
     one_bit_of_a_tail_record: "tail_equals_host",
     record_not_backed_up: "tail_equals_host",
+    positions_without_a_host_page: "host_pages_held",
+    host_page_that_does_not_exist: "host_pages_held",
+    host_page_of_nobody: "host_pages_held",
+    host_page_twice: "host_pages_held",
+    host_page_that_two_will_write: "shared_is_complete",
     length_of_nobody: "lengths_fit",
     length_below_zero: "lengths_fit",
     mark_of_this_step: "marks_past",
+    ghost_with_a_slot: "ghosts_gone",
+    ghost_twice: "ghosts_gone",
+    ghost_after_a_hole: "ghosts_gone",
+    ghost_beyond_the_length: "ghosts_gone",
+    ghost_of_nobody: "ghosts_gone",
 }
 
 

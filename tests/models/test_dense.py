@@ -7,13 +7,14 @@ from flax import nnx
 from dhisparse_jax.models.glm import attend, dense
 from dhisparse_jax.models.glm.attend import select_top_k, window_positions
 from dhisparse_jax.models.glm.dense import forward
+from dhisparse_jax.models.glm.moe import Router
 from dhisparse_jax.models.hf import load_hf
-from tests.support.small_glm import FIXTURE, small_model
+from tests.support.small_glm import FIXTURE, FIXTURES, PUBLISHED_MODELS, small_model
 
 
 @pytest.fixture(scope="module")
 def published():
-    _, model = load_hf(FIXTURE)
+    model = load_hf(FIXTURE).model
     return model, jnp.asarray(np.load(FIXTURE / "inputs.npy"), jnp.int32)
 
 
@@ -25,21 +26,39 @@ def tokens_of(length, batch=2, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 256, (batch, length)), jnp.int32)
 
 
-def test_sparse_logits_and_selections_equal_the_published_implementation(published, monkeypatch):
-    model, tokens = published
-    selections = []
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
+def test_logits_selections_and_routing_equal_the_published_implementation(name, monkeypatch):
+    folder = FIXTURES / name
+    model = load_hf(folder).model
+    tokens = jnp.asarray(np.load(folder / "inputs.npy"), jnp.int32)
+    selections, routed = [], []
 
     def spy(*inputs, **options):
         selections.append(attend.select_top_k(*inputs, **options))
         return selections[-1]
 
+    route = Router.__call__
+
+    def spy_router(router, x):
+        routed.append(route(router, x))
+        return routed[-1]
+
     monkeypatch.setattr(dense, "select_top_k", spy)
+    monkeypatch.setattr(Router, "__call__", spy_router)
     logits = forward(model, tokens, mode="sparse")
-    np.testing.assert_allclose(logits[0], np.load(FIXTURE / "logits.npy"), atol=4e-5, rtol=0)
-    expected = np.load(FIXTURE / "selected.npz")
+    np.testing.assert_allclose(logits[0], np.load(folder / "logits.npy"), atol=4e-5, rtol=0)
+    expected = np.load(folder / "selected.npz")
     assert len(selections) == len(expected.files) == 3
-    for chosen, name in zip(selections, expected.files, strict=True):
-        np.testing.assert_array_equal(np.sort(chosen[0], axis=-1), expected[name])
+    for chosen, layer in zip(selections, expected.files, strict=True):
+        np.testing.assert_array_equal(np.sort(chosen[0], axis=-1), expected[layer])
+    expected, first = np.load(folder / "routed.npz"), model.config.num_dense_layers
+    assert 2 * len(routed) == len(expected.files) > 0
+    for layer, found in enumerate(routed, start=first):
+        order = np.argsort(found.experts[0], axis=-1)
+        experts = np.take_along_axis(np.asarray(found.experts[0]), order, axis=-1)
+        weights = np.take_along_axis(np.asarray(found.weights[0]), order, axis=-1)
+        np.testing.assert_array_equal(experts, expected[f"experts_{layer}"])
+        np.testing.assert_allclose(weights, expected[f"weights_{layer}"], atol=1e-5, rtol=0)
 
 
 def test_all_modes_agree_while_everything_is_selected(published):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dhisparse_jax.models.glm import moe
+from dhisparse_jax.models import experts as moe
 from dhisparse_jax.models.glm.moe import MoeMlp, Router
 from tests.support.small_glm import SMALL
 

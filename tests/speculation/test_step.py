@@ -17,6 +17,7 @@ from dhisparse_jax.hierarchy.state import init
 from dhisparse_jax.model import layers_of, places_of
 from dhisparse_jax.speculation.ring import visible
 from tests.support.dense import dense_features
+from tests.support.host import host_rows
 from tests.support.serving import CONTEXT, POLICIES, drafted, engine, model, request, run
 from tests.support.toy_draft import toy_draft, with_errs
 
@@ -62,7 +63,7 @@ def visible_parts(cfg, state, ring):
     """All that a later step may read of request 0, by name."""
     length, parts = int(state.length[0]), {}
     for pool in range(cfg.pools):
-        parts[f"host {pool}"] = state.pools[pool].host[:length]
+        parts[f"host {pool}"] = state.pools[pool].host[host_rows(cfg, state)[0, :length]]
         parts[f"keys {pool}"] = state.pools[pool].index_keys[0, :length]
         held = np.arange(max(0, length + cfg.queries - cfg.tail), length, dtype=np.int32)
         slot = layout.tail_slot(cfg, pool, jnp.zeros_like(held), jnp.asarray(held))
@@ -142,7 +143,8 @@ def test_drafter_without_a_window_gets_the_whole_prompt(prompt):
 def test_only_the_newest_features_of_a_prompt_are_kept():
     """A window of 10 in chunks of 16: two chunks, whatever the capacity."""
     assert only_engine().compiled.tap_rows == 32
-    hidden = only_engine().compiled.embed(only_engine().params, jnp.zeros(96, jnp.int32))
+    embed, tokens = only_engine().compiled.embed, jnp.zeros(96, jnp.int32)
+    hidden = embed(only_engine().params, tokens, jnp.int32(0))
     assert hidden.taps.shape == (2, 32, 24)
 
 

@@ -13,7 +13,8 @@ from tests.support.memory import on_host
 
 def arguments(inputs):
     """Operands on the device, the pool on the host; the slots may be donated."""
-    attention = api.Attention(inputs.after.query, inputs.after.location, inputs.selection)
+    query, location = inputs.after.query, inputs.after.location
+    attention = api.Attention(query, location, inputs.selection, inputs.missing)
     rest = jax.tree.map(jnp.array, (inputs.slots, inputs.fetches, attention, inputs.moves))
     return on_host(inputs.host), *rest
 

@@ -38,12 +38,18 @@ def config(policy, hot_rows, *, requests=3, queries=1, **sizes):
     )
 
 
-@cache
 def engine(policy, hot_rows, **sizes):
     """An engine shared by all tests of this process: compiling one takes seconds.
 
-    Between tests no request runs in it.
+    Between tests no request runs in it, and it knows no texts.
     """
+    served = _engine(policy, hot_rows, **sizes)
+    served.sharing.forget()
+    return served
+
+
+@cache
+def _engine(policy, hot_rows, **sizes):
     return Engine(*model(), config(policy, hot_rows, **sizes), chunk=CHUNK)
 
 
@@ -80,7 +86,11 @@ class Run:
 
 
 def run(engine, requests, after_step=lambda: None):
-    """Run to the end; `after_step` is called after every decode step."""
+    """Run to the end, with nothing known of earlier runs.
+
+    `after_step` is called after every decode step.
+    """
+    engine.sharing.forget()
     tokens = {n: [] for n in range(len(requests))}
     result = Run(tokens=tokens, finished={}, steps=[], acceptance=Acceptance())
     for event in engine.run(requests):
@@ -101,4 +111,5 @@ def is_idle(engine):
     """No row is occupied and every page is free."""
     state = jax.device_get(engine.state)
     free = all((hot.owner < 0).all() for hot in state.hot)
+    free &= not engine.sharing.pages.users.any() and (state.host_page_of < 0).all()
     return free and not state.active.any() and not state.length.any() and not state.budget.any()

@@ -9,7 +9,9 @@ from flax import nnx
 from dhisparse_jax.configs import GlmConfig
 from dhisparse_jax.models.glm.model import GlmModel
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "glm_tiny"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURE = FIXTURES / "glm_tiny"
+PUBLISHED_MODELS = ("glm_tiny", "deepseek_v32_tiny")
 
 SMALL = GlmConfig(
     vocab_size=256,

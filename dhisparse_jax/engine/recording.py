@@ -1,0 +1,247 @@
+"""Recordings: what every step of an engine selected, so that it can be replayed without a model.
+
+A recording is one file. Its first line is a JSON object: `format` and `version` as below, `config`,
+the fields of the `HierarchyConfig`, and `bits`, the bits of a packed position. Events follow in the
+order in which they happened, each three little-endian int32 (kind, a, b):
+
+    JOIN   a row, b positions of the prompt: the request has its pages
+    ADMIT  a row, b pool: the prompt fills the pages of this pool
+    LEAVE  a row
+    STEP   a number of active rows n; then n int32 rows, n int32 accepted tokens, and the selections
+    END    the recording is whole
+
+The selections of a step are packed bits, the most significant one first, filled up to a whole byte:
+`bits` bits for every pool, active row, query and selected position, which are nested in this order.
+They hold the position + 1, or 0 for none. With 3 bits, [[4, -1]] is 101 000 00, the byte 0xA0.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.step import StepOutput
+
+if TYPE_CHECKING:
+    from dhisparse_jax.engine.compiled import Compiled
+
+FORMAT, VERSION = "dhisparse-selections", 1
+END, JOIN, ADMIT, LEAVE, STEP = range(5)
+
+
+class Join(NamedTuple):
+    """A request joins a free row with a prompt of `length` positions."""
+
+    row: int
+    length: int
+
+
+class Admit(NamedTuple):
+    """Its prompt fills the pages of a pool."""
+
+    row: int
+    pool: int
+
+
+class Leave(NamedTuple):
+    """The row is free again."""
+
+    row: int
+
+
+class Step(NamedTuple):
+    """A decode step.
+
+    Attributes:
+        rows: int32 active rows.
+        accepted: int32 tokens that each of them went on by.
+        selection: int32 selected positions, NO_SLOT for none.
+    """
+
+    rows: Int[np.ndarray, " n"]
+    accepted: Int[np.ndarray, " n"]
+    selection: Int[np.ndarray, "pools n T K"]
+
+
+Happened = Join | Admit | Leave | Step
+
+
+class Recorder:
+    """Writes a recording of what an engine does.
+
+    Args:
+        file: where to; it stays open.
+        cfg: sizes of the engine's hierarchy; `record_selections` is set.
+    """
+
+    def __init__(self, file: BinaryIO, cfg: HierarchyConfig) -> None:
+        assert cfg.record_selections  # else a step has nothing to record
+        self._file, self._bits = file, cfg.capacity.bit_length()
+        self._active: set[int] = set()
+        self._error: OSError | None = None
+        head = {"format": FORMAT, "version": VERSION, "bits": self._bits}
+        self._write(json.dumps(head | {"config": dataclasses.asdict(cfg)}).encode() + b"\n")
+
+    def watch(self, compiled: "Compiled") -> None:
+        """Record every later call of the functions through which an engine changes its hierarchy.
+
+        There must be no request in it yet.
+        """
+        for name, note in (
+            ("join", lambda result, state, row, length, _: self._join(int(row), int(length))),
+            ("admit", lambda result, state, pool, row, *_: self._event(ADMIT, int(row), pool)),
+            ("leave", lambda result, state, row: self._leave(int(row))),
+            ("step", lambda result, *_: self._steps(result[0])),
+        ):
+            setattr(compiled, name, _followed(getattr(compiled, name), note))
+
+    def finish(self) -> None:
+        """The recording is whole.
+
+        Raises:
+            OSError: it is not, since something could not be written.
+        """
+        self._event(END, 0, 0)
+        self._file.flush()
+        if self._error:
+            raise self._error
+
+    def _join(self, row: int, length: int) -> None:
+        self._active.add(row)
+        self._event(JOIN, row, length)
+
+    def _leave(self, row: int) -> None:
+        self._active.remove(row)
+        self._event(LEAVE, row, 0)
+
+    def _steps(self, output: StepOutput) -> None:
+        """The steps of one dispatch."""
+        rows = np.array(sorted(self._active), np.int32)
+        for count, selection in zip(*jax.device_get((output.count, output.selection)), strict=True):
+            self._event(STEP, len(rows), 0)
+            for numbers in (rows, count[rows]):
+                self._write(numbers.astype("<i4").tobytes())
+            self._write(packed_bits(selection[:, rows], self._bits).tobytes())
+
+    def _event(self, kind: int, a: int, b: int) -> None:
+        self._write(np.array([kind, a, b], "<i4").tobytes())
+
+    def _write(self, data: bytes) -> None:
+        # Not in the middle of a step, whose state would be lost: the run goes on without.
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+
+
+def _followed(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    """`call`, and after it `note` of its result and its arguments."""
+
+    def both(*args: Any) -> Any:  # noqa: ANN401  # whatever `call` takes and gives
+        result = call(*args)
+        note(result, *args)
+        return result
+
+    return both
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """A recording, read.
+
+    Attributes:
+        cfg: sizes of the hierarchy that it was made with.
+        events: what happened, in order.
+    """
+
+    cfg: HierarchyConfig
+    events: tuple[Happened, ...]
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a recording.
+
+    Raises:
+        UserError: it cannot be read, is none, or is not whole.
+    """
+    try:
+        with path.open("rb") as file:
+            head = _head(file, path)
+            cfg = _config(head["config"])
+            return Recording(cfg, tuple(_events(file, cfg, head["bits"], path)))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _head(file: BinaryIO, path: Path) -> dict[str, Any]:
+    head: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        found = json.loads(file.readline())
+        head = found if isinstance(found, dict) else {}
+    if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
+        raise UserError(f"{path} is not a recording of selections, version {VERSION}")
+    return head
+
+
+def _config(fields: dict[str, Any]) -> HierarchyConfig:
+    geometry: dict[str, Any] = dict(fields["geometry"])
+    geometry["row"] = RowFormat(**geometry["row"])
+    geometry["layers_per_pool"] = tuple(geometry["layers_per_pool"])
+    typed: dict[str, Any] = {"geometry": Geometry(**geometry), "policy": Policy(fields["policy"])}
+    return HierarchyConfig(**{**fields, **typed})
+
+
+def _events(file: BinaryIO, cfg: HierarchyConfig, bits: int, path: Path) -> Iterator[Happened]:
+    def integers(count: int) -> Int[np.ndarray, " count"]:
+        return np.frombuffer(whole(4 * count), "<i4").astype(np.int32)
+
+    def whole(size: int) -> bytes:
+        data = file.read(size)
+        if len(data) < size:
+            raise UserError(f"{path} ends in the middle: the recording was not finished")
+        return data
+
+    while True:
+        kind, a, b = integers(3).tolist()
+        match kind:
+            case 1:
+                yield Join(a, b)
+            case 2:
+                yield Admit(a, b)
+            case 3:
+                yield Leave(a)
+            case 4:
+                rows, accepted = integers(a), integers(a)
+                shape = (cfg.pools, a, cfg.queries, cfg.geometry.top_k)
+                size = -(-int(np.prod(shape)) * bits // 8)
+                data = np.frombuffer(whole(size), np.uint8)
+                yield Step(rows, accepted, unpacked_bits(data, bits, shape))
+            case 0:
+                return
+            case _:
+                raise UserError(f"{path} has an event of kind {kind}; there are {END} to {STEP}")
+
+
+def packed_bits(ids: Int[np.ndarray, "*n"], bits: int) -> UInt8[np.ndarray, " bytes"]:
+    """Ids from -1 on, each plus 1 in `bits` bits; see the module."""
+    place = np.arange(bits - 1, -1, -1, dtype=np.uint32)
+    return np.packbits(((ids.reshape(-1, 1) + 1).astype(np.uint32) >> place & 1).astype(np.uint8))
+
+
+def unpacked_bits(
+    data: UInt8[np.ndarray, " bytes"], bits: int, shape: tuple[int, ...]
+) -> Int[np.ndarray, "*n"]:
+    """The reverse of `packed_bits`."""
+    place = np.arange(bits - 1, -1, -1, dtype=np.uint32)
+    each = np.unpackbits(data, count=int(np.prod(shape)) * bits).reshape(-1, bits)
+    ids = (each.astype(np.uint32) << place).sum(axis=1, dtype=np.uint32).astype(np.int32) - 1
+    return ids.reshape(shape)

@@ -1,0 +1,169 @@
+"""Tensors of a published checkpoint as numbers, whatever they are stored as.
+
+Between the files (`models.tensor_files`) and the models, which say which tensors they are made of:
+here a tensor has one name, transformers', and quantised ones are seen as what they stand for.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.quantised import (
+    QuantisedTensor,
+    dequantise,
+    format_of,
+    is_quantised,
+    scale_names,
+)
+from dhisparse_jax.models.tensor_files import (
+    FLOATS,
+    Header,
+    Shape,
+    check_header,
+    check_names,
+    read_headers,
+    read_rows,
+)
+
+DEFAULT_BLOCK = (128, 128)
+_ALL = slice(None)
+
+
+class Published:
+    """The tensors that a model is made of, checked from their headers; values are read on demand.
+
+    Attributes:
+        headers: of the tensors by name, those of scales included.
+        quantised: how the quantised ones of them are stored.
+        scales: shapes of their scales by name.
+        unused: sorted names, as in the files, of tensors that the model does not use.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        expected: Mapping[str, Shape],
+        *,
+        block: tuple[int, int] = DEFAULT_BLOCK,
+        canonical: Callable[[str], str] = lambda name: name,
+        ignored: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """Reads the headers of a directory and compares them with what the model needs.
+
+        Args:
+            directory: holds the files.
+            expected: name and shape of every tensor of the model; scales are found beside them.
+            block: rows and columns of a block of 8-bit numbers.
+            canonical: the name in `expected` of a tensor by its name in the files.
+            ignored: whether a tensor, by its name in `expected`, is none of the model's.
+
+        Raises:
+            UserError: Missing or damaged files, or tensors that are missing, left over, wrongly
+                shaped, or of an unsupported type.
+        """
+        found = _renamed(read_headers(directory), canonical)
+        unused = {name for name in found if ignored(name)}
+        self.unused = tuple(sorted(given for name, (given, _) in found.items() if name in unused))
+        self.headers = {name: h for name, (_, h) in found.items() if name not in unused}
+        self.quantised: dict[str, QuantisedTensor] = {}
+        for name, shape in expected.items():
+            header = self.headers.get(name)
+            if header is None:
+                continue
+            if is_quantised(header.dtype, shape):
+                self.quantised[name] = self._describe(name, header, shape, block)
+            else:
+                check_header(name, header, shape, FLOATS)
+        self.scales = {t.scale: self.headers[t.scale].shape for t in self.quantised.values()}
+        check_names({**expected, **self.scales}, self.headers)
+
+    def rows(self, name: str, rows: slice = _ALL, stored: bool = False) -> np.ndarray:
+        """Rows of a tensor: quantised ones as float32 numbers, others as they are stored.
+
+        Args:
+            name: of the tensor.
+            rows: which of its rows.
+            stored: whether quantised numbers are meant as they are stored too.
+
+        Raises:
+            UserError: They cannot be read, or are scales that nothing can be multiplied with.
+        """
+        values = read_rows(name, self.headers[name], rows)
+        tensor = self.quantised.get(name)
+        if name in self.scales:
+            self._check_scales(name, values)
+        if tensor is None or stored:
+            return values
+        first = rows.indices(tensor.shape[0])[0]
+        return dequantise(values, self.rows(tensor.scale), tensor.weights, first)
+
+    def _check_scales(self, name: str, values: np.ndarray) -> None:
+        """Raises UserError where a scale is negative, infinite or not a number."""
+        wide = values.astype(np.float32)
+        bad = ~(np.isfinite(wide) & (wide >= 0))
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise UserError(f"{self.headers[name].file}: {name} is {wide[at]} at {list(at)}")
+
+    def _describe(
+        self, name: str, header: Header, shape: Shape, block: tuple[int, int]
+    ) -> QuantisedTensor:
+        """How a quantised matrix is stored, from the headers of its numbers and its scales."""
+        names = scale_names(name)
+        scale = next((candidate for candidate in names if candidate in self.headers), None)
+        if scale is None:
+            raise UserError(
+                f"{header.file}: {name} is {header.dtype} without scales; neither {names[0]} nor "
+                f"{names[1]} is in the checkpoint"
+            )
+        found, (rows, columns) = self.headers[scale], shape
+        try:
+            weights = format_of(header.dtype, found.dtype, block)
+        except UserError as error:
+            raise UserError(f"{found.file}: {scale}: {error}") from error
+        check_header(name, header, weights.stored_shape(rows, columns), {header.dtype})
+        check_header(scale, found, weights.scale_shape(rows, columns), {found.dtype})
+        return QuantisedTensor(scale, (rows, columns), weights)
+
+
+def weight_block(quantisation: object) -> tuple[int, int]:
+    """Rows and columns of a block, from the `quantization_config` of a configuration.
+
+    Raises:
+        UserError: A method or a form of it that is not supported.
+    """
+    if quantisation is None:
+        return DEFAULT_BLOCK
+    if not isinstance(quantisation, Mapping):
+        raise UserError(f"quantization_config is {quantisation!r}, expected an object")
+    method = quantisation.get("quant_method")
+    if method != "fp8":
+        raise UserError(f"quantization_config: quant_method is {method!r}; only 'fp8' is supported")
+    form = quantisation.get("fmt", "e4m3")
+    if form not in ("e4m3", "float8_e4m3fn"):
+        raise UserError(f"quantization_config: fmt is {form!r}; only 'e4m3' is supported")
+    block = quantisation.get("weight_block_size") or list(DEFAULT_BLOCK)
+    sizes: list[Any] = block if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise UserError(f"quantization_config: weight_block_size is {block!r}, expected two sizes")
+    return sizes[0], sizes[1]
+
+
+def _renamed(
+    headers: Mapping[str, Header], canonical: Callable[[str], str]
+) -> dict[str, tuple[str, Header]]:
+    """Headers by canonical name, with the name in the files.
+
+    Raises:
+        UserError: Two names in the files mean the same tensor.
+    """
+    found: dict[str, tuple[str, Header]] = {}
+    for given, header in headers.items():
+        name = canonical(given)
+        if name in found:
+            raise UserError(f"{header.file}: {given} is the same tensor as {found[name][0]}")
+        found[name] = (given, header)
+    return found
