@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dhisparse_jax.arrays import Place
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.quantised import FLOAT, name_of
 from dhisparse_jax.errors import UserError
@@ -18,7 +19,7 @@ from dhisparse_jax.models.hf_names import canonical_name
 from dhisparse_jax.models.hf_tensors import expert_names, pieces_of, published_shapes
 from dhisparse_jax.models.params import Nested, abstract_params, build_model, flatten, unflatten
 from dhisparse_jax.models.published import DEFAULT_BLOCK, Published, weight_block
-from dhisparse_jax.models.stream import Place, load_arrays, on_first_device
+from dhisparse_jax.models.stream import load_arrays, on_first_device
 
 log = logging.getLogger(__name__)
 

@@ -44,6 +44,22 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < BYTE_VALUES and token != self._start)
 
 
+class NoTokenizer:
+    """In place of the one that a checkpoint lacks: token ids can be used, texts cannot."""
+
+    def __init__(self, reason: str) -> None:
+        """`reason` says what is missing."""
+        self._reason = reason
+
+    def encode(self, data: bytes) -> tuple[int, ...]:
+        """Raises UserError."""
+        raise UserError(self._reason)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """Raises UserError."""
+        raise UserError(self._reason)
+
+
 class FileTokenizer:
     """A `tokenizer.json`, run by the `tokenizers` package.
 
@@ -123,18 +139,20 @@ def byte_alphabet() -> dict[str, int]:
 def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a checkpoint: its `tokenizer.json`, or bytes where it has none.
 
+    A vocabulary that is too small for bytes gets a `NoTokenizer`.
+
     Args:
         directory: a checkpoint's folder.
         vocab_size: number of token ids that the model has.
 
     Raises:
-        UserError: the file is unusable, or there is none and the vocabulary is smaller than 256.
+        UserError: the file is unusable.
     """
     path = directory / "tokenizer.json"
     if path.exists():
         return FileTokenizer(path, vocab_size)
     if vocab_size < BYTE_VALUES:
-        raise UserError(
+        return NoTokenizer(
             f"{directory} has no tokenizer.json, and its vocabulary of {vocab_size} is too small "
             f"for bytes (256): add the checkpoint's tokenizer.json"
         )

@@ -96,7 +96,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 def test_no_file_means_bytes_where_they_fit(tmp_path):
     assert load_tokenizer(tmp_path, 256).encode(b"a") == (97,)
     with pytest.raises(UserError, match="vocabulary of 255 is too small for bytes"):
-        load_tokenizer(tmp_path, 255)
+        load_tokenizer(tmp_path, 255).encode(b"a")
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
