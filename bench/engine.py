@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bench.load_sweep import make_requests
 from bench.record import environment, write
-from dhisparse_jax.cli.options import NO_DRAFT, DraftOptions
+from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
 from dhisparse_jax.cli.session import load_draft, rule_of
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
@@ -57,8 +57,8 @@ def _engine(
     load: int, policy: Policy, draft_name: str, hot_rows: int, prompt_bytes: int, steps: int
 ) -> Engine:
     """An engine in which so many requests decode, with so many steps left at least."""
-    loaded = registry.load("tiny")
-    draft = load_draft(DraftOptions.of(draft_name, None), loaded)
+    loaded = registry.load(BUNDLED_MODEL)
+    draft = load_draft(DraftOptions.of(BUNDLED_MODEL, draft_name, None), loaded)
     queries = draft.drafter.length + 1
     new_tokens = queries * (steps + 2 * WARM_UP)
     requests = make_requests(loaded, load, prompt_bytes, new_tokens)
@@ -84,7 +84,9 @@ def _overhead(engine: Engine, steps: int, blocks: int) -> dict[str, Any]:
     """Milliseconds of a step through the engine and by itself, and of its launch; medians."""
     _through_engine(engine, WARM_UP)
     _alone(engine, WARM_UP)
-    through, alone, launches = [], [], []
+    through: list[float] = []
+    alone: list[float] = []
+    launches: list[float] = []
     for _ in range(blocks):
         through.append(_through_engine(engine, steps))
         seconds, launch = _alone(engine, steps)
@@ -106,7 +108,8 @@ def _through_engine(engine: Engine, steps: int) -> float:
 
     What is launched ahead of the last one is done when it returns.
     """
-    ends, tokens = [], 0
+    ends: list[float] = []
+    tokens = 0
     while len(ends) <= steps:
         for event in engine.advance():
             match event:
@@ -121,7 +124,7 @@ def _through_engine(engine: Engine, steps: int) -> float:
 
 def _alone(engine: Engine, steps: int) -> tuple[float, float]:
     """Seconds of a dispatch, back to back; and of its launch."""
-    launches = []
+    launches: list[float] = []
     begin = time.perf_counter()
     for _ in range(steps):
         launch = time.perf_counter()
