@@ -9,6 +9,7 @@ import pytest
 from dhisparse_jax.cli import session
 from dhisparse_jax.cli.serving import ServingRecord
 from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
+from dhisparse_jax.engine.recording import Join, Leave, Step, read_recording
 from dhisparse_jax.engine.replay import Arrived
 from dhisparse_jax.models.tokenizer import ByteTokenizer
 from tests.support.toy_model import toy
@@ -64,6 +65,20 @@ def test_serves_a_trace(run, loaded, tmp_path):
     assert times == sorted(times)
     assert {sample["running"] for sample in document["series"]} == {0, 1, 2}
     assert document["tpot_bound_ms"] is None
+
+
+def test_records_what_it_selects(run, loaded, tmp_path):
+    """Every request comes and goes, and its steps give its tokens: prefill gives the first."""
+    path, output = write(tmp_path, *(line(0, 20, 9, seed) for seed in range(3))), tmp_path / "o.sel"
+    result = run("serve", "--trace", path, "--record-selections", output, "--batch", 2)
+    assert result.code == 0
+    events = read_recording(output).events
+    assert sum(isinstance(event, Join) for event in events) == 3
+    assert sum(isinstance(event, Leave) for event in events) == 3
+    steps = [event for event in events if isinstance(event, Step)]
+    assert {len(step.rows) for step in steps} == {1, 2}
+    assert all((step.selection[:, step.accepted > 0] >= 0).any() for step in steps)
+    assert sum(int(step.accepted.sum()) for step in steps) in {3 * 8, 3 * 9}
 
 
 def test_bound_limits_how_many_run(run, loaded, tmp_path):
