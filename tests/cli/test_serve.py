@@ -47,11 +47,16 @@ def line(arrival, prompt, output, seed=0):
     return {"arrival": arrival, "prompt_tokens": prompt, "output_tokens": output, "seed": seed}
 
 
+def serve(run, path, *options):
+    """The toy by its own name: the bundled model's would bring the bundled draft."""
+    return run("serve", "--model", "toy", "--trace", path, *options)
+
+
 def test_serves_a_trace(run, loaded, tmp_path):
     (tmp_path / "p.txt").write_bytes(b"def f():")
     named = {"arrival": 0, "prompt_file": "p.txt", "output_tokens": 9}
     path, output = write(tmp_path, line(0, 20, 12), line(500, 30, 8, 4), named), tmp_path / "o.json"
-    result = run("serve", "--trace", path, "--json", output, "--interval", 0, "--batch", 2)
+    result = serve(run, path, "--json", output, "--interval", 0, "--batch", 2)
     assert result.code == 0
     assert "finished" in result.out.decode()
     assert "resident 100.0%" in result.err
@@ -70,7 +75,7 @@ def test_serves_a_trace(run, loaded, tmp_path):
 def test_records_what_it_selects(run, loaded, tmp_path):
     """Every request comes and goes, and its steps give its tokens: prefill gives the first."""
     path, output = write(tmp_path, *(line(0, 20, 9, seed) for seed in range(3))), tmp_path / "o.sel"
-    result = run("serve", "--trace", path, "--record-selections", output, "--batch", 2)
+    result = serve(run, path, "--record-selections", output, "--batch", 2)
     assert result.code == 0
     events = read_recording(output).events
     assert sum(isinstance(event, Join) for event in events) == 3
@@ -84,7 +89,7 @@ def test_records_what_it_selects(run, loaded, tmp_path):
 def test_bound_limits_how_many_run(run, loaded, tmp_path):
     """Nothing holds a nanosecond: one at a time."""
     path, output = write(tmp_path, *(line(0, 10, 6) for _ in range(3))), tmp_path / "o.json"
-    assert run("serve", "--trace", path, "--json", output, "--tpot-ms", 1e-6).code == 0
+    assert serve(run, path, "--json", output, "--tpot-ms", 1e-6).code == 0
     document = json.loads(output.read_text())
     assert document["summary"]["finished"] == 3
     assert document["tpot_bound_ms"] == 1e-6
@@ -95,7 +100,7 @@ def test_bound_limits_how_many_run(run, loaded, tmp_path):
 
 def test_requests_that_never_fit_are_refused(run, loaded, tmp_path):
     path = write(tmp_path, line(0, 10, 6), line(0, 90, 7))
-    error = run("serve", "--trace", path).error
+    error = serve(run, path).error
     assert error == (
         f"{path}:2: 90 prompt and 7 output tokens can never fit: toy has a context of 96; "
         "shorten them"
@@ -104,7 +109,7 @@ def test_requests_that_never_fit_are_refused(run, loaded, tmp_path):
 
 @pytest.mark.parametrize("bound", [0, -1, "nan", "inf"])
 def test_bounds_without_a_meaning(run, tmp_path, bound):
-    error = run("serve", "--trace", write(tmp_path, line(0, 1, 1)), "--tpot-ms", bound).error
+    error = serve(run, write(tmp_path, line(0, 1, 1)), "--tpot-ms", bound).error
     assert "is not a number above 0" in error
 
 
