@@ -178,7 +178,8 @@ def test_an_interrupted_run_is_recorded_up_to_then(tmp_path):
     with pytest.raises(KeyboardInterrupt), recorded(served, OutputFile(path)):
         run(served, REQUESTS, after_step=stop)
     events = read_recording(path).events
-    assert sum(hasattr(event, "rows") for event in events) == 5
+    # The next one may be running when a step is read.
+    assert sum(hasattr(event, "rows") for event in events) in (5, 6)
 
 
 def test_a_recording_that_cannot_be_written_is_not_kept(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.engine import compiled
 from dhisparse_jax.engine.forced import forced_logits
+from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.state import HOST_KIND, abstract
 from dhisparse_jax.sampling import Sampling
 from tests.support.lowering import lowered_kernels
@@ -112,8 +113,8 @@ def test_host_pools_stay_in_host_memory(served):
 
 def test_a_session_is_read_by_the_retrieval_kernel(monkeypatch):
     """At GLM-5.3's sizes; XLA would copy the whole host pool."""
-    triton = partial(compiled.retrieve_op, backend="triton")
-    monkeypatch.setattr(compiled, "retrieve_op", triton)
+    triton = partial(requests.retrieve_op, backend="triton")
+    monkeypatch.setattr(requests, "retrieve_op", triton)
     geometry = Geometry(
         row=RowFormat(576, 512, "bfloat16"),
         layers_per_pool=(1, 4),
