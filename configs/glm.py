@@ -296,7 +296,4 @@ TINY = GlmConfig(
     rope_theta=1e4,
     bos_id=0,
 )
-"""A byte-level model with GLM-5.3's structure, small enough to be part of the package.
-
-Byte 0 does not occur in text, so it separates documents and starts every sequence.
-"""
+"""Byte-level, with GLM-5.3's structure; part of the package. Byte 0 separates its documents."""

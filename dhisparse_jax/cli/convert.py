@@ -4,14 +4,15 @@ from pathlib import Path
 
 import typer
 
+from dhisparse_jax.cli import checkpoint_options as own
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.report import json_line
 
 
 def convert(
-    source: opt.SourceDir,
-    target: opt.TargetDir,
-    dtype: opt.ConvertDtype = None,
+    source: own.SourceDir,
+    target: own.TargetDir,
+    dtype: own.ConvertDtype = None,
     experts: opt.Experts = opt.ExpertsName.STORED,
 ) -> None:
     """Write a Hugging Face checkpoint as an Orbax checkpoint, which every command takes as --model.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dhisparse_jax.cli import checkpoint_options as own
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.report import json_line
 from dhisparse_jax.errors import UserError
@@ -51,12 +52,12 @@ class Verdict:
 
 
 def verify_hf(
-    directory: opt.CheckpointDir,
+    directory: own.CheckpointDir,
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
-    split: opt.Split = None,
-    queries: opt.Queries = 1,
-    tolerance: opt.Tolerance = TOLERANCE,
+    split: own.Split = None,
+    queries: own.Queries = 1,
+    tolerance: own.Tolerance = TOLERANCE,
 ) -> None:
     """Compare logits with a reference's, in float32, through prefill and decode.
 
