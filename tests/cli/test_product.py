@@ -59,8 +59,18 @@ def test_verify_hf_passes(run, published, policy, split):
     assert (verdict["fetched_rows"] > 0) is (policy != "resident" and split < TOKENS)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("split", "queries"), [(1, 1), (30, 1), (1, 4), (17, 4)])
+@pytest.mark.parametrize(
+    ("split", "queries", "policy"),
+    [
+        (1, 1, "fixed"),
+        (30, 1, "resident"),
+        (17, 4, "adaptive"),
+        pytest.param(1, 4, "fixed", marks=pytest.mark.slow),
+        pytest.param(1, 4, "resident", marks=pytest.mark.slow),
+        pytest.param(30, 1, "adaptive", marks=pytest.mark.slow),
+        pytest.param(17, 4, "fixed", marks=pytest.mark.slow),
+    ],
+)
 def test_deepseek_v32_is_what_transformers_computes(run, policy, split, queries):
     folder = FIXTURES / "deepseek_v32_tiny"
     result = run(
@@ -151,6 +161,7 @@ def test_drafts_give_the_same_tokens(run, published, drafts, tmp_path, kind, len
     assert metrics["draft_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_recorded_selections_replay_to_what_was_fetched(run, published, drafts, tmp_path):
     path = tmp_path / "run.sel"
     drafted = ("--draft", drafts / "dflash2", "--policy", "adaptive")
@@ -181,6 +192,7 @@ def test_draft_for_another_target_is_refused(run, published, drafts, tmp_path, p
     assert "unknown draft nothing" in run("decode", *path, "--draft", "nothing").error
 
 
+@pytest.mark.slow
 def test_sampling_repeats_with_its_seed(run, published, prompt):
     path = prompt("a", b"some text")
     texts = [
@@ -200,6 +212,7 @@ def test_trace_names_the_stages_of_a_step(run, published, prompt, tmp_path):
     assert missing == []
 
 
+@pytest.mark.slow
 def test_evaluate_agrees_with_the_whole_sequence_forward(run, own, prompt):
     text = bytes(range(60, 130))
     result = run("evaluate", "-m", own, prompt("a", text), "--policy", "fixed", "--hot-rows", 4)
@@ -211,6 +224,7 @@ def test_evaluate_agrees_with_the_whole_sequence_forward(run, own, prompt):
     assert result.last_json["bits_per_byte"] == pytest.approx(bits / len(text), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_evaluate_reads_a_long_file_in_windows(run, own, prompt):
     text = bytes(range(32, 127)) * 5
     result = run("evaluate", "-m", own, prompt("a", text))

@@ -8,12 +8,16 @@ import os
 from functools import cache
 
 import numpy as np
+import pytest
 
 from dhisparse_jax.engine.events import Acceptance, NewTokens, StepDone
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.speculation.schedule import Rule
 from tests.support.serving import CONTEXT, POLICIES, drafted, engine, is_idle, request, run
 from tests.support.toy_draft import FixedMeter, toy_draft
+
+pytestmark = pytest.mark.slow
+
 
 STEPS = int(os.environ.get("DHISPARSE_STEPS", "1500"))
 PROMPTS = [(n, CONTEXT - n) for n in (1, 3, 9, 16, 17, 31, 40, 55, 70, 88)]

@@ -6,8 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
+from dhisparse_jax import arrays
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.models import checkpoint, convert, registry
+from dhisparse_jax.models import convert, registry
 from dhisparse_jax.models.checkpoint import load_checkpoint
 from dhisparse_jax.models.convert import PARTIAL
 from dhisparse_jax.models.hf import load_hf
@@ -120,4 +121,4 @@ def test_files_of_weights_may_be_large(tmp_path, monkeypatch):
     )
     with pytest.raises(UserError, match="cannot write"):  # nothing made the folder
         convert.convert(write(tmp_path / "source"), tmp_path / "target")
-    assert asked[0] > 100 * checkpoint._DATA_FILE_BYTES
+    assert asked[0] > 100 * arrays.DATA_FILE_BYTES

@@ -54,6 +54,7 @@ def test_experts_equal_a_loop_over_tokens(limit, groups, monkeypatch):
     np.testing.assert_allclose(jax.jit(layer)(x), by_hand(config, layer, x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_ways_have_the_same_gradient(monkeypatch):
     _, layer, x = make()
     graph, state = nnx.split(layer)

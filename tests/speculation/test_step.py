@@ -82,7 +82,8 @@ def test_same_bytes_as_accepted_tokens_alone(case):
     """A draft that is sometimes right, against one that is never: a token at a time, same T."""
     alone, cfg = states(16, case), served(16).cfg
     prompt, new = case
-    assert list(alone) == list(range(prompt + 1, prompt + new))
+    # The engine launches a step ahead, so the state after the first one is not seen.
+    assert list(alone) == list(range(prompt + 2, prompt + new))
     for errs in (0, 5):
         together = states(errs, case)
         assert len(together) < len(alone)

@@ -21,6 +21,9 @@ from dhisparse_jax.models.train_draft.config import smoke_config
 from dhisparse_jax.models.train_draft.continuations import Prompts, continue_text
 from dhisparse_jax.models.train_draft.evaluate import accepted_counts, evaluation_texts, walk
 
+pytestmark = pytest.mark.slow
+
+
 CONTEXT, PIECES = 384, 8
 
 

@@ -25,6 +25,9 @@ from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft
 from tests.support.small_draft import noisy
 from tests.support.small_glm import SMALL, small_model
 
+pytestmark = pytest.mark.slow
+
+
 PROMPT, NEW = 24, 64
 
 

@@ -30,6 +30,7 @@ def test_bytes_far_into_a_file_have_half_a_window_before_them():
         assert inputs.all() or row == 0  # no padding
 
 
+@pytest.mark.slow
 def test_figures_equal_a_plain_computation():
     model = small_model()
     files = {"a": b"def f(x):\n    return x\n", "b": b"import os"}

@@ -15,6 +15,9 @@ from dhisparse_jax.models.train.loop import Trainer
 from dhisparse_jax.models.train.progress import Clock, PhaseProgress
 from tests.support.small_glm import SMALL
 
+pytestmark = pytest.mark.slow
+
+
 # Two layers of one group: four steps and three evaluations are compiled.
 SHALLOW = dataclasses.replace(
     SMALL, num_layers=2, indexer_types=("full", "shared"), param_dtype="bfloat16"

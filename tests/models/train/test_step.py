@@ -21,6 +21,9 @@ from dhisparse_jax.models.train.step import (
 )
 from tests.support.small_glm import SMALL
 
+pytestmark = pytest.mark.slow
+
+
 CONFIG = smoke_config(SMALL, seed=0, context=16)
 STREAM = jnp.asarray(np.random.default_rng(0).integers(1, 99, 4000), jnp.uint8)
 

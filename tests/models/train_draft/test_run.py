@@ -38,6 +38,9 @@ from dhisparse_jax.sampling import greedy
 from tests.support.small_draft import noisy
 from tests.support.small_glm import SMALL
 
+pytestmark = pytest.mark.slow
+
+
 KINDS = ("dflash", "dflash2", "dspark")
 
 
