@@ -11,7 +11,7 @@ The large pools take 24 GiB of pinned memory: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -202,12 +202,21 @@ def floors_for(runs: int, *, small: bool) -> Floors:
     return floors
 
 
-def report(bench: str, floors: Floors, rows: list[Row], json: Path | None, **facts: object) -> None:
-    """Print the table, write the result, and fail if an operation did the wrong thing."""
-    CONSOLE.print(table(rows, "time of one call, median"))
-    result = {"bench": bench, **environment(), **facts, "floors": floors._asdict(), "rows": rows}
-    write(result, json)
-    wrong = [row for row in rows if WrongResultError.__name__ in row["detail"].get("reason", "")]
+def report(
+    bench: str, floors: Floors, rows: Iterable[Row], json: Path | None, **facts: object
+) -> None:
+    """Measure, print the table, write the result, and fail if an operation did the wrong thing.
+
+    Rows are written as they come, so that a run that is stopped keeps what it measured.
+    """
+    about: dict[str, Any] = {"bench": bench, **environment(), **facts, "floors": floors._asdict()}
+    done: list[Row] = []
+    for row in rows:
+        done.append(row)
+        save(about | {"rows": done}, json)
+    CONSOLE.print(table(done, "time of one call, median"))
+    write(about | {"rows": done}, json)
+    wrong = [row for row in done if WrongResultError.__name__ in row["detail"].get("reason", "")]
     if wrong:
         raise typer.Exit(1)
 
@@ -239,11 +248,7 @@ def main(
         if case in job.case
     ]
     jobs.sort(key=lambda job: job.pools)
-    about = {"bench": "kernels", **environment(), "small": small, "floors": floors._asdict()}
-    rows: list[Row] = []
-    for job in jobs:
-        rows.append(run(job, floors, backend, runs))
-        save(about | {"rows": rows}, json)  # a run that is stopped keeps what it measured
+    rows = (run(job, floors, backend, runs) for job in jobs)
     report("kernels", floors, rows, json, small=small)
 
 

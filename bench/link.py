@@ -86,12 +86,12 @@ def main(
     if on_cpu:
         CONSOLE.print(ON_CPU)
     floors = floors_for(runs, small=small or on_cpu)
-    rows = [
+    rows = (
         run(job, floors, runs=runs)
         for operation, sized in cases()
         for job in production(operation, sized, small=small)
         if case in job.case
-    ]
+    )
     report("link", floors, rows, json, small=small, **({"meaning": ON_CPU} if on_cpu else {}))
 
 

@@ -67,21 +67,22 @@ def make_requests(
         ValueError: if the texts have not so many pieces.
     """
     texts = load_evaluation()
-    requests: list[Request] = []
-    for part in range(0, max(map(len, texts.values())), prompt_bytes):
-        for name, text in texts.items():
-            piece = cut_after_head(text[part:], prompt_bytes)
-            if len(text) - part >= prompt_bytes:
-                requests.append(
-                    Request(
-                        name=f"{name}+{part}",
-                        prompt=loaded.tokenizer.encode(piece),
-                        max_new_tokens=new_tokens,
-                    )
-                )
-    if len(requests) < count:
-        raise ValueError(f"{count} texts of {prompt_bytes} bytes; there are {len(requests)}")
-    return requests[:count]
+    pieces = [
+        (f"{name}+{part}", text[part : part + prompt_bytes])
+        for part in range(0, max(map(len, texts.values())), prompt_bytes)
+        for name, text in texts.items()
+        if len(text) - part >= prompt_bytes
+    ]
+    if len(pieces) < count:
+        raise ValueError(f"{count} texts of {prompt_bytes} bytes; there are {len(pieces)}")
+    return [
+        Request(
+            name=name,
+            prompt=loaded.tokenizer.encode(cut_after_head(piece, prompt_bytes)),
+            max_new_tokens=new_tokens,
+        )
+        for name, piece in pieces[:count]
+    ]
 
 
 def _sweep(engine: Engine, requests: list[Request]) -> tuple[list[dict[str, Any]], list[Tokens]]:

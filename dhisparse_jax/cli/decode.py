@@ -11,7 +11,7 @@ from rich.console import Console
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, check_outputs, decode_document, output_file
+from dhisparse_jax.cli.report import OutputFile, decode_document, output_files
 from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.errors import UserError
 
@@ -91,9 +91,7 @@ def run(options: DecodeOptions) -> None:
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
     written = {"--json": options.json, "--record-selections": options.record_selections}
-    check_outputs(written, options.prompt_files)
-    selections = output_file(options.record_selections, "--record-selections")
-    with output_file(options.json) as output, selections as selected:
+    with output_files(written, options.prompt_files) as (output, selected):
         work(options, prompts, output, selected)
 
 

@@ -86,7 +86,7 @@ def document_text(document: dict[str, Any], *, allow_nan: bool = False) -> str:
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
-def check_outputs(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
+def _check_outputs(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
     """Whether no file that is written replaces one that is read, or another one that is written.
 
     Args:
@@ -170,9 +170,22 @@ class OutputFile:
 
 
 @contextlib.contextmanager
-def output_file(
-    path: Path | None, option: str = "--json"
-) -> Generator[OutputFile | None, None, None]:
+def output_files(
+    written: Mapping[str, Path | None], read: Iterable[str | Path]
+) -> Generator[list[OutputFile | None], None, None]:
+    """What a command writes, in the order given; see `_check_outputs`.
+
+    Raises:
+        UserError: a file would replace another one, or cannot be written.
+    """
+    _check_outputs(written, read)
+    with contextlib.ExitStack() as stack:
+        made = (_output_file(path, option) for option, path in written.items())
+        yield [stack.enter_context(output) for output in made]
+
+
+@contextlib.contextmanager
+def _output_file(path: Path | None, option: str) -> Generator[OutputFile | None, None, None]:
     """An `OutputFile` that is discarded if the body does not keep it; None for None."""
     output = OutputFile(path, option) if path else None
     try:

@@ -12,7 +12,7 @@ from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt
-from dhisparse_jax.cli.report import OutputFile, Setting, check_outputs, output_file
+from dhisparse_jax.cli.report import OutputFile, Setting, output_files
 from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.cli.trace_file import TraceLine, read_trace
 from dhisparse_jax.errors import UserError
@@ -94,9 +94,7 @@ def run(options: ServeOptions) -> None:
     lines = read_trace(options.trace)
     read = [line.prompt_file for line in lines if line.prompt_file]
     written = {"--json": options.json, "--record-selections": options.record_selections}
-    check_outputs(written, [options.trace, *read])
-    selections = output_file(options.record_selections, "--record-selections")
-    with output_file(options.json) as output, selections as selected:
+    with output_files(written, [options.trace, *read]) as (output, selected):
         work(options, lines, output, selected)
 
 

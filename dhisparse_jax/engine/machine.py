@@ -23,7 +23,7 @@ from dhisparse_jax.engine.sharing import Entry, Sharing
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
-from dhisparse_jax.prefill import Prompt, empty_prompt
+from dhisparse_jax.prefill import Prompt, empty_prompt, padded_capacity
 from dhisparse_jax.sampling import sampler_row
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, check_draft
 from dhisparse_jax.speculation.schedule import Rule, init_load
@@ -109,7 +109,7 @@ class Machine:
         entry = entry or self.sharing.enter(row, (), self.cfg.capacity)
         chunk, own = self.compiled.chunk, tokens[int(entry.shared) :]
         starts = range(0, len(own), chunk)
-        padded = np.zeros(-(-self.cfg.capacity // chunk) * chunk, np.int32)
+        padded = np.zeros(padded_capacity(self.cfg, chunk), np.int32)
         padded[: len(own)] = own
         where = jnp.int32(row)
         self.state = self.compiled.join(self.state, where, jnp.int32(len(tokens)), entry)
