@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load_sweep import make_requests
-from bench.record import environment, write
+from bench.record import environment, save, write
 from dhisparse_jax.cli.checks import AUTO
 from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
 from dhisparse_jax.cli.record import RunRecord
@@ -47,13 +47,15 @@ def main(
     capacity = max(len(request.prompt) for request in requests) + new_tokens
     named = [(NO_DRAFT, None)] + [(name, length) for name in draft for length in lengths.split(",")]
     options = [DraftOptions.of(BUNDLED_MODEL, *names) for names in named]
+    about = {"bench": "speculation", **environment(), "policy": policy.value}
     rows: list[Row] = []
     for asked in options:
         engine = _engine(loaded, asked, policy, max(counts), capacity, hot_rows)
         rows += [_setting(asked) | _measured(engine, requests[:load]) for load in counts]
-    _compare(rows)
-    Console(stderr=True).print(_table(rows))
-    write({"bench": "speculation", **environment(), "policy": policy.value, "rows": rows}, json)
+        save(about | {"rows": _compared(rows)}, json)
+    done = _compared(rows)
+    Console(stderr=True).print(_table(done))
+    write(about | {"rows": done}, json)
 
 
 def _engine(
@@ -102,21 +104,30 @@ def _measured(engine: Engine, requests: Sequence[Request]) -> Row:
     }
 
 
-def _compare(rows: list[Row]) -> None:
-    """Replace the tokens by whether they are those without a draft; add speed-up and loss."""
+def _compared(rows: list[Row]) -> list[Row]:
+    """The rows with whether their tokens are those without a draft, speed-up, and loss."""
     plain = {row["load"]: row for row in rows if row["draft"] == NO_DRAFT}
-    reference = {load: row["tokens"] for load, row in plain.items()}
+    done: list[Row] = []
     for row in rows:
-        row["same_tokens"] = row.pop("tokens") == reference[row["load"]]
-        row["speed_up"] = row["tokens_per_s"] / plain[row["load"]]["tokens_per_s"]
-    for row in (row for row in rows if row["length"] == AUTO):
-        rivals = [
-            other["tokens_per_s"]
-            for other in rows
-            if (other["draft"], other["load"]) == (row["draft"], row["load"])
-            and other["length"] != AUTO
-        ]
-        row["loss"] = 1.0 - row["tokens_per_s"] / max(rivals, default=row["tokens_per_s"])
+        base = plain[row["load"]]
+        figures = {key: value for key, value in row.items() if key != "tokens"}
+        figures["same_tokens"] = row["tokens"] == base["tokens"]
+        figures["speed_up"] = row["tokens_per_s"] / base["tokens_per_s"]
+        if row["length"] == AUTO:
+            figures["loss"] = 1.0 - row["tokens_per_s"] / _best_fixed(rows, row)
+        done.append(figures)
+    return done
+
+
+def _best_fixed(rows: list[Row], row: Row) -> float:
+    """Tokens per second of the best fixed length of the same draft at the same load, if any ran."""
+    rivals = [
+        other["tokens_per_s"]
+        for other in rows
+        if (other["draft"], other["load"]) == (row["draft"], row["load"])
+        and other["length"] != AUTO
+    ]
+    return max(rivals, default=row["tokens_per_s"])
 
 
 def _table(rows: list[Row]) -> Table:
