@@ -231,7 +231,7 @@ def _steps(
             state = _plan(state, cfg, pool, selection, rows, columns)
         counts = state.counts
         emitted = jnp.where(active, play.advance[cast.trace[0], cast.age], 0)
-        state = adapt(commit(state, emitted), cfg)
+        state = adapt(commit(state, cfg, emitted), cfg)
         change = state.budget - held
         record = StepRecord(
             active=active,

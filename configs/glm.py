@@ -3,20 +3,18 @@
 Knows what a valid model of the family is; knows nothing about arrays, files or devices.
 """
 
-import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dhisparse_jax.configs.quantised import FLOAT, FORMATS
+from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.configs.rope import Yarn
+from dhisparse_jax.configs.values import check_counts, check_formats, config_of
 from dhisparse_jax.errors import UserError
 
 IndexerType = Literal["full", "shared"]
 RopeStyle = Literal["interleaved", "half-split"]
 
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ class GlmConfig:
 
     def __post_init__(self) -> None:
         """Checks every size; raises UserError on the first that cannot be."""
-        self._check_counts()
+        check_counts(self, {"num_dense_layers", "num_shared_experts", "bos_id"})
         self._check_indexer_types()
         self._check_routing()
         if self.qk_rope_dim % 2:
@@ -100,21 +98,7 @@ class GlmConfig:
             raise UserError(
                 f"index_rope_style is {self.index_rope_style!r}; use 'interleaved' or 'half-split'"
             )
-        if self.param_dtype not in _DTYPES:
-            raise UserError(f"param_dtype is {self.param_dtype!r}; use one of {', '.join(_DTYPES)}")
-        if self.expert_format not in (FLOAT, *FORMATS):
-            known = ", ".join((FLOAT, *FORMATS))
-            raise UserError(f"expert_format is {self.expert_format!r}; use one of {known}")
-
-    def _check_counts(self) -> None:
-        """Sizes are positive, except those that may switch a part off."""
-        may_be_zero = {"num_dense_layers", "num_shared_experts", "bos_id"}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if value < 0 or (value == 0 and field.name not in may_be_zero):
-                raise UserError(f"{field.name} is {value}; it must be positive")
+        check_formats(self.param_dtype, self.expert_format)
 
     def _check_indexer_types(self) -> None:
         """One type per layer, and something to share before it is shared."""
@@ -198,53 +182,8 @@ def derive_indexer_types(
 
 
 def config_from_values(values: Mapping[str, Any]) -> GlmConfig:
-    """A configuration from values that come from outside, and may be anything.
-
-    Args:
-        values: Fields of `GlmConfig` by name; lists stand for tuples, objects for their parts.
-
-    Raises:
-        UserError: A field is missing, unknown, of the wrong type, or no valid size.
-    """
-    fields = {field.name: field for field in dataclasses.fields(GlmConfig)}
-    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    unknown, missing = sorted(values.keys() - fields.keys()), sorted(required - values.keys())
-    if unknown:
-        raise UserError(f"the configuration has unknown entries: {', '.join(unknown)}")
-    if missing:
-        raise UserError(f"the configuration lacks {len(missing)} entries: {', '.join(missing)}")
-    tuples: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
-    }
-    if isinstance(values.get("yarn"), Mapping):
-        tuples["yarn"] = _yarn(values["yarn"])
-    hints = typing.get_type_hints(GlmConfig)
-    for name, value in tuples.items():
-        if not _fits(value, hints[name]):
-            raise UserError(f"{name} is {value!r}, which is not of the expected type")
-    return GlmConfig(**tuples)
-
-
-def _yarn(values: Mapping[str, Any]) -> Yarn:
-    """The parts of a stretching. Raises UserError where they are none."""
-    try:
-        return Yarn(**values)
-    except TypeError as error:  # missing, unknown, or not a number
-        raise UserError(f"yarn is {dict(values)!r}, which describes none: {error}") from error
-
-
-def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401  # any type form
-    """Whether a value has the type of a field of `GlmConfig`."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in parts
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
-    if parts:
-        return any(_fits(value, part) for part in parts)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, int | float if hint is float else hint)
+    """A configuration from values that come from outside; see `configs.values.config_of`."""
+    return config_of(GlmConfig, values)
 
 
 GLM_5_3 = GlmConfig(

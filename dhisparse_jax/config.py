@@ -47,16 +47,47 @@ class RowFormat:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Rows that a layer keeps of a request on the device, for itself, beside the records.
+
+    Attributes:
+        width: numbers in a row; words of it, where it is of the geometry's row format.
+        dtype: of the numbers; "int32" for words.
+        span: how many of the newest positions are read, a row each; None: rows of all.
+        rate: positions per row, where there are rows of all.
+    """
+
+    width: int
+    dtype: str
+    span: int | None = None
+    rate: int = 1
+
+    def rows(self, capacity: int, queries: int) -> int:
+        """How many rows there are for a request.
+
+        Of the newest positions a ring: whatever is written for `queries` positions overwrites only
+        what none of them reads, so rows of rejected positions leave no trace.
+        """
+        return max(1, capacity // self.rate) if self.span is None else self.span - 1 + queries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometry:
     """What a model needs of a hierarchy; every served model states it.
+
+    A model that compresses its history has a record for every `rate` positions, complete with the
+    last of them, and record numbers take the place of positions wherever records are meant.
 
     Attributes:
         row: format of a row, the same in every layer.
         layers_per_pool: how many layers share each pool, in order. GLM-5.3: 1, 1, then 19 times 4.
-        top_k: how many positions a query selects.
+            DeepSeek-V4: 1 each, the layers between them have no rows in records.
+        top_k: how many records a query selects.
         index_width: numbers in an index key.
         index_dtype: dtype of the index keys.
         scale: factor of the attention logits. GLM-5.x: 256**-0.5.
+        rate: positions per record. DeepSeek-V4: 4.
+        kept: what else the layers of each pool keep; empty: nothing.
     """
 
     row: RowFormat
@@ -65,6 +96,16 @@ class Geometry:
     index_width: int
     index_dtype: str
     scale: float
+    rate: int = 1
+    kept: tuple[tuple[Kept, ...], ...] = ()
+
+    def fresh(self, queries: int) -> int:
+        """Most records that so many new positions complete."""
+        return -(-queries // self.rate)
+
+    def kept_of(self, pool: int) -> tuple[Kept, ...]:
+        """What the layers of one pool keep."""
+        return self.kept[pool] if self.kept else ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,10 +149,16 @@ class HierarchyConfig:
         for name in ("requests", "capacity", "queries", "hot_rows", "host_page", "host_page_count"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.geometry.top_k > self.capacity:
+        if self.geometry.top_k > self.records:
+            needed = self.geometry.top_k * self.geometry.rate
             raise UserError(
-                f"the model selects {self.geometry.top_k} positions, but the capacity is "
-                f"{self.capacity}; raise the capacity to at least {self.geometry.top_k}"
+                f"the model selects {needed} positions, but the capacity is {self.capacity}; raise "
+                f"the capacity to at least {needed}"
+            )
+        if self.host_page % self.geometry.rate:
+            raise UserError(
+                f"host_page is {self.host_page}, but a record stands for {self.geometry.rate} "
+                "positions; a page holds whole records"
             )
         if self.tail < 2 * self.queries:
             raise UserError(
@@ -125,18 +172,33 @@ class HierarchyConfig:
         return len(self.geometry.layers_per_pool)
 
     @property
+    def records(self) -> int:
+        """Records of a request that uses its whole capacity, in every pool."""
+        return self.capacity // self.geometry.rate
+
+    @property
+    def fresh(self) -> int:
+        """Most records that one step completes for a request."""
+        return self.geometry.fresh(self.queries)
+
+    @property
+    def page_records(self) -> int:
+        """Records in a host page."""
+        return self.host_page // self.geometry.rate
+
+    @property
     def page_slots(self) -> int:
         """Slots per page: a power of two that divides the budget, so that no slot is lost."""
         return min(MAX_PAGE_SLOTS, self.hot_slots & -self.hot_slots)
 
     @property
     def hot_slots(self) -> int:
-        """Hot slots per request and pool, on average: `hot_rows`, or the capacity if that is less.
+        """Hot slots per request and pool, on average: `hot_rows`, or all records if that is less.
 
-        `resident` always has the whole capacity, rounded up to whole pages.
+        `resident` always has a slot for every record, rounded up to whole pages.
         """
-        if self.policy is Policy.RESIDENT or self.hot_rows >= self.capacity:
-            return -(-self.capacity // MAX_PAGE_SLOTS) * MAX_PAGE_SLOTS
+        if self.policy is Policy.RESIDENT or self.hot_rows >= self.records:
+            return -(-self.records // MAX_PAGE_SLOTS) * MAX_PAGE_SLOTS
         return self.hot_rows
 
     @property
@@ -147,7 +209,7 @@ class HierarchyConfig:
     @property
     def max_pages(self) -> int:
         """Pages that one request can use at most in one pool: its whole history."""
-        return -(-self.capacity // self.page_slots)
+        return -(-self.records // self.page_slots)
 
     @property
     def working_set(self) -> int:

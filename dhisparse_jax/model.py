@@ -1,12 +1,14 @@
 """What the decode step asks of a model. Any object with these members can be served."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.config import Geometry
+from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.pytree import state as pytree
 
 Params = Any
 """The model's weights, any pytree: an argument of every jitted function, never a constant."""
@@ -21,10 +23,44 @@ Taps = tuple[Float[Array, "R T D"], ...]
 """Residual streams after some layers of a group."""
 
 AttendFn = Callable[
-    [Opened, int, Float[Array, "R T width"], Float[Array, "R T H width"]],
-    tuple[Float[Array, "R T H value"], Opened],
+    [Opened, int, Float[Array, "R E width"], Float[Array, "R T H width"]],
+    tuple[Attended, Opened],
 ]
-"""(opened, layer in group, new rows, absorbed queries) -> (attended values, opened)."""
+"""(opened, layer in group, new rows, absorbed queries) -> (what is attended, opened)."""
+
+KeptLeaves = tuple[Shaped[Array, "R _ _"], ...]
+"""What the layers of a group keep beside records; see `hierarchy.kept`."""
+
+
+@pytree
+class Beside:
+    """What a group may need beside the residual stream.
+
+    Attributes:
+        tokens: int32 token ids.
+        kept: what its layers keep, by `Geometry.kept`.
+        writes: requests whose rows are written; what is kept of the others stays as it is.
+    """
+
+    tokens: Int[Array, "R T"]
+    kept: KeptLeaves
+    writes: Bool[Array, " R"]
+
+
+class Ran(NamedTuple, Generic[Opened]):
+    """What a group gives.
+
+    Attributes:
+        x: the residual stream after it.
+        taps: the same after each tapped layer.
+        opened: the group.
+        kept: what its layers keep now.
+    """
+
+    x: Float[Array, "R T D"]
+    taps: Taps
+    opened: Opened
+    kept: KeptLeaves = ()
 
 
 @runtime_checkable
@@ -59,7 +95,8 @@ class ServedModel(Protocol):
         open_group: OpenFn[Opened],
         attend: AttendFn[Opened],
         taps: tuple[int, ...] = (),
-    ) -> tuple[Float[Array, "R T D"], Taps, Opened]:
+        beside: Beside | None = None,
+    ) -> Ran[Opened]:
         """All layers of selection group `pool`: `open_group` once, then `attend` once per layer.
 
         Args:
@@ -70,9 +107,7 @@ class ServedModel(Protocol):
             open_group: see `OpenFn`.
             attend: see `AttendFn`.
             taps: places of layers in the group, ascending.
-
-        Returns:
-            The residual stream after the group, and after each layer named by `taps`; the group.
+            beside: what else there is; always given if the geometry says that something is kept.
         """
         ...
 

@@ -8,6 +8,8 @@ Device memory beside the state: one group's records and keys of one prompt, and 
 the prompt, whatever the number of layers.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,8 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
+from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.model import KeptLeaves
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.rows import pack
 from pallas_kernels.index_scores.api import index_scores
@@ -26,14 +30,20 @@ from pallas_kernels.top_k.api import top_k
 
 @pytree
 class Prompt:
-    """Records and index keys of one prompt in one group; row = position, P rows.
+    """Records and index keys of one prompt in one group; row = record, P rows.
 
-    P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
-    at any position.
+    P is what the capacity rounded up to whole chunks holds, and one chunk more: the first of them
+    may start at any position.
+
+    Attributes:
+        records: its records.
+        keys: its index keys.
+        kept: what the layers of the group keep of it.
     """
 
     records: Int[Array, "P W"]
     keys: Float[Array, "P index"]
+    kept: KeptLeaves = ()
 
 
 @pytree
@@ -52,10 +62,15 @@ def padded_capacity(cfg: HierarchyConfig, chunk: int) -> int:
 
 def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     """Room for one prompt in one group."""
-    rows = padded_capacity(cfg, chunk) + chunk
+    geometry = cfg.geometry
+    rows = geometry.fresh(padded_capacity(cfg, chunk) + chunk)
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
-        keys=jnp.zeros((rows, cfg.geometry.index_width), cfg.geometry.index_dtype),
+        keys=jnp.zeros((rows, geometry.index_width), geometry.index_dtype),
+        kept=tuple(
+            jnp.zeros((1, kept.rows(cfg.capacity, chunk), kept.width), kept.dtype)
+            for kept in geometry.kept_of(pool)
+        ),
     )
 
 
@@ -80,9 +95,10 @@ def begin_prompt(
         shared: int32 how many positions.
     """
     empty = empty_prompt(cfg, pool, chunk)
-    return Prompt(
+    return dataclasses.replace(
+        empty,
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
-        keys=empty.keys.at[: cfg.capacity].set(state.pools[pool].index_keys[request]),
+        keys=empty.keys.at[: cfg.records].set(state.pools[pool].index_keys[request]),
     )
 
 
@@ -99,12 +115,14 @@ def open_prompt(
     """
     with jax.named_scope("append"):
         fresh = index.keys[0].astype(prompt.keys.dtype)
-        keys = lax.dynamic_update_slice(prompt.keys, fresh, (start, jnp.int32(0)))
+        first = layout.complete(cfg, start)
+        keys = lax.dynamic_update_slice(prompt.keys, fresh, (first, jnp.int32(0)))
     with jax.named_scope("select"):
-        visible = start + 1 + jnp.arange(fresh.shape[0], dtype=jnp.int32)[None]
+        end = start + 1 + jnp.arange(index.queries.shape[1], dtype=jnp.int32)[None]
+        visible = layout.complete(cfg, end)
         scores = index_scores(index.queries, index.weights, keys[None], visible)
         selection = top_k(scores, cfg.geometry.top_k)
-    prompt = Prompt(records=prompt.records, keys=keys)
+    prompt = dataclasses.replace(prompt, keys=keys)
     return OpenPrompt(prompt=prompt, start=start, selection=selection)
 
 
@@ -112,10 +130,10 @@ def attend_prompt(
     opened: OpenPrompt,
     cfg: HierarchyConfig,
     layer: int,
-    row: Float[Array, "1 T width"],
+    row: Float[Array, "1 E width"],
     query: Float[Array, "1 T H width"],
-) -> tuple[Float[Array, "1 T H value"], OpenPrompt]:
-    """Write the chunk's rows of one layer and attend; a position is its own slot here.
+) -> tuple[Attended, OpenPrompt]:
+    """Write the chunk's rows of one layer and attend; a record is its own slot here.
 
     The prefill counterpart of `hierarchy.group.attend`, through the same operation.
     """
@@ -123,15 +141,16 @@ def attend_prompt(
     offset = layer * row_format.words
     with jax.named_scope("append"):
         words = pack(row[0].astype(row_format.dtype))
+        first = layout.complete(cfg, opened.start)
         records = lax.dynamic_update_slice(
-            opened.prompt.records, words, (opened.start, jnp.int32(offset))
+            opened.prompt.records, words, (first, jnp.int32(offset))
         )
     with jax.named_scope("attend"):
-        values, _ = sparse_attention(
+        attended = sparse_attention(
             query,
             records,
             opened.selection,
             **layout.row_options(cfg, layer),
         )
-    prompt = Prompt(records=records, keys=opened.prompt.keys)
-    return values, OpenPrompt(prompt=prompt, start=opened.start, selection=opened.selection)
+    prompt = dataclasses.replace(opened.prompt, records=records)
+    return Attended(*attended), OpenPrompt(prompt=prompt, start=opened.start, selection=opened.selection)

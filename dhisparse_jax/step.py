@@ -14,8 +14,10 @@ from dhisparse_jax.hierarchy.append import query_positions
 from dhisparse_jax.hierarchy.backup import backup
 from dhisparse_jax.hierarchy.commit import commit
 from dhisparse_jax.hierarchy.group import OpenGroup, attend, close_group, open_group
+from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.model import Params, ServedModel, Taps, layers_of, places_of
+from dhisparse_jax.hierarchy.update import with_pool
+from dhisparse_jax.model import Beside, Params, ServedModel, Taps, layers_of, places_of
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, greedy
 from dhisparse_jax.speculation.accept import Emitted, accept, stop_at
@@ -217,7 +219,7 @@ def forward(
         places = places_of(cfg.geometry, pool, taps)
         with jax.named_scope(f"group_{pool}"):
             x, here, state = _decode_group(
-                model, cfg, params, state, pool, x, positions, live, places
+                model, cfg, params, state, pool, x, tokens, positions, live, places
             )
         tapped |= zip(layers_of(cfg.geometry, pool, places), here, strict=True)
     with jax.named_scope("verify"):
@@ -231,7 +233,7 @@ def finish_step(
     """Commit the accepted positions, back their records up, and set the next budgets."""
     start = state.length
     with jax.named_scope("commit"):
-        state = commit(state, accepted)
+        state = commit(state, cfg, accepted)
     with jax.named_scope("backup"):
         state = backup(state, cfg, start)
     with jax.named_scope("adapt"):
@@ -245,6 +247,7 @@ def _decode_group(  # noqa: PLR0913  # a step's inputs, all of them
     state: HierarchyState,
     pool: int,
     x: Float[Array, "R T D"],
+    tokens: Int[Array, "R T"],
     positions: Int[Array, "R T"],
     live: Int[Array, " R"] | None,
     places: tuple[int, ...],
@@ -254,13 +257,15 @@ def _decode_group(  # noqa: PLR0913  # a step's inputs, all of them
     def attend_it(
         group: OpenGroup,
         layer: int,
-        row: Float[Array, "R T width"],
+        row: Float[Array, "R E width"],
         query: Float[Array, "R T H width"],
-    ) -> tuple[Float[Array, "R T H value"], OpenGroup]:
+    ) -> tuple[Attended, OpenGroup]:
         return attend(group, cfg, pool, layer, row, query)
 
-    x, tapped, group = model.run_group(params, pool, x, positions, open_it, attend_it, places)
-    return x, tapped, close_group(group, cfg, pool)
+    beside = Beside(tokens=tokens, kept=state.pools[pool].kept, writes=state.active)
+    ran = model.run_group(params, pool, x, positions, open_it, attend_it, places, beside)
+    state = with_pool(close_group(ran.opened, cfg, pool), pool, kept=ran.kept)
+    return ran.x, ran.taps, state
 
 
 def fetched_bytes(cfg: HierarchyConfig, records: PlanCounts) -> Float[Array, " R"]:

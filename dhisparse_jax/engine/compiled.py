@@ -1,5 +1,6 @@
 """The jitted functions of one engine. Each is traced once; lengths, budgets and load are arrays."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -11,8 +12,9 @@ from dhisparse_jax import prefill
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.hierarchy import requests
+from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
+from dhisparse_jax.model import Beside, Params, ServedModel, layers_of, places_of
 from dhisparse_jax.prefill import OpenPrompt, Prompt
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
@@ -30,11 +32,13 @@ class Hidden:
             whole chunks.
         taps: after each tapped layer, of the newest positions: position p is in row (p - origin)
             mod Q, where Q is a number of whole chunks.
+        tokens: int32 token ids, in the rows of `now`.
         origin: first position that is computed; those before are shared.
     """
 
     now: Float[Array, "P D"]
     taps: Float[Array, "taps Q D"]
+    tokens: Int[Array, " P"]
     origin: Int[Array, ""]
 
 
@@ -129,7 +133,8 @@ def _embed(
 ) -> Hidden:
     """A prompt from position `origin` on, before the first group."""
     x = model.embed(params, tokens[None])[0]
-    return Hidden(now=x, taps=jnp.zeros((taps, tap_rows, x.shape[1]), x.dtype), origin=origin)
+    tapped = jnp.zeros((taps, tap_rows, x.shape[1]), x.dtype)
+    return Hidden(now=x, taps=tapped, tokens=tokens, origin=origin)
 
 
 def _logits(
@@ -220,7 +225,7 @@ def _capture(
     length: Int[Array, ""],
 ) -> Prompt:
     """Host records and index keys of one pool and row; undefined from `length` on."""
-    room = jnp.zeros((cfg.capacity, cfg.record_words(pool)), jnp.int32)
+    room = jnp.zeros((cfg.records, cfg.record_words(pool)), jnp.int32)
     return Prompt(
         records=requests.recall(state, cfg, pool, state.host_page_of[row], length, room),
         keys=state.pools[pool].index_keys[row],
@@ -236,8 +241,8 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    records, keys = prompt.records[: cfg.capacity], prompt.keys[: cfg.capacity]
-    return requests.admit_prompt(state, cfg, pool, row, records, keys, kept)
+    records, keys = prompt.records[: cfg.records], prompt.keys[: cfg.records]
+    return requests.admit_prompt(state, cfg, pool, row, records, keys, kept, prompt.kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with
@@ -259,9 +264,9 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
     def attend_it(
         opened: OpenPrompt,
         layer: int,
-        row: Float[Array, "1 T width"],
+        row: Float[Array, "1 E width"],
         query: Float[Array, "1 T H width"],
-    ) -> tuple[Float[Array, "1 T H value"], OpenPrompt]:
+    ) -> tuple[Attended, OpenPrompt]:
         return prefill.attend_prompt(opened, cfg, layer, row, query)
 
     x = lax.dynamic_slice_in_dim(hidden.now, start, chunk)[None]
@@ -269,10 +274,13 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
     positions = first + jnp.arange(chunk, dtype=jnp.int32)[None]
     open_it = partial(prefill.open_prompt, prompt, cfg, first)
     places = places_of(cfg.geometry, pool, taps)
-    x, tapped, opened = model.run_group(params, pool, x, positions, open_it, attend_it, places)
-    now = lax.dynamic_update_slice_in_dim(hidden.now, x[0], start, axis=0)
+    tokens = lax.dynamic_slice_in_dim(hidden.tokens, start, chunk)[None]
+    beside = Beside(tokens=tokens, kept=prompt.kept, writes=jnp.ones(1, jnp.bool_))
+    ran = model.run_group(params, pool, x, positions, open_it, attend_it, places, beside)
+    now = lax.dynamic_update_slice_in_dim(hidden.now, ran.x[0], start, axis=0)
     kept = hidden.taps
-    for layer, stream in zip(layers_of(cfg.geometry, pool, places), tapped, strict=True):
+    for layer, stream in zip(layers_of(cfg.geometry, pool, places), ran.taps, strict=True):
         at = (jnp.int32(taps.index(layer)), start % kept.shape[1], jnp.int32(0))
         kept = lax.dynamic_update_slice(kept, stream.astype(kept.dtype), at)
-    return Hidden(now=now, taps=kept, origin=hidden.origin), opened.prompt
+    prompt = dataclasses.replace(ran.opened.prompt, kept=ran.kept)
+    return dataclasses.replace(hidden, now=now, taps=kept), prompt

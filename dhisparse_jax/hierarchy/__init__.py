@@ -6,6 +6,7 @@ update      replacing one part of the state
 append      new index keys and rows
 select      exact top-K over the whole history
 plan        hits, misses, victims
+kept        what layers keep beside records: the newest rows, and rows of all
 retrieve    host records to hot slots
 group       the calls of an attention module: open_group, attend, close_group
 commit      accepted positions become history
@@ -28,6 +29,7 @@ from dhisparse_jax.hierarchy.requests import join as join
 from dhisparse_jax.hierarchy.requests import leave as leave
 from dhisparse_jax.hierarchy.requests import recall as recall
 from dhisparse_jax.hierarchy.requests import share_keys as share_keys
+from dhisparse_jax.hierarchy.retrieve import Attended as Attended
 from dhisparse_jax.hierarchy.state import HierarchyState as HierarchyState
 from dhisparse_jax.hierarchy.state import abstract as abstract
 from dhisparse_jax.hierarchy.state import init as init

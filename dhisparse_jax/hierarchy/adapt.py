@@ -124,7 +124,7 @@ def watermarks(
 
 def _history(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, " R"]:
     """Pages that the history of each request can fill."""
-    used = jnp.minimum(state.length + cfg.queries, cfg.capacity)
+    used = jnp.minimum(layout.complete(cfg, state.length) + cfg.fresh, cfg.records)
     return jnp.maximum(-(-used // cfg.page_slots), cfg.floor_pages)
 
 
@@ -134,7 +134,7 @@ def _fillable(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Int[A
     records = (hot.position >= 0).reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
     held = jnp.zeros(cfg.pools * cfg.requests, jnp.int32)
     held = held.at[dropping(hot.owner, held.shape[0])].add(records, mode="drop")
-    coming = jnp.maximum(jnp.ceil(state.miss_rate).astype(jnp.int32), cfg.queries)
+    coming = jnp.maximum(jnp.ceil(state.miss_rate).astype(jnp.int32), cfg.fresh)
     return -(-(held.reshape(coming.shape) + coming) // cfg.page_slots)
 
 

@@ -17,14 +17,23 @@ def query_positions(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "
     return state.length[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)[None]
 
 
+def new_records(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R E"]:
+    """Records that a step can complete: `query_positions` without compression.
+
+    Of those behind the last complete one nothing is read, and what is written there is overwritten.
+    """
+    first = layout.complete(cfg, state.length)[:, None]
+    return first + jnp.arange(cfg.fresh, dtype=jnp.int32)[None]
+
+
 def append_keys(
-    state: HierarchyState, cfg: HierarchyConfig, pool: int, keys: Float[Array, "R T index"]
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, keys: Float[Array, "R E index"]
 ) -> HierarchyState:
-    """Write the index keys of the new positions. Rows of inactive requests are not touched."""
-    position = jnp.where(state.active[:, None], query_positions(state, cfg), NO_SLOT)
+    """Write the index keys of the new records. Rows of inactive requests are not touched."""
+    position = jnp.where(state.active[:, None], new_records(state, cfg), NO_SLOT)
     old = state.pools[pool].index_keys
     row = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
-    new = old.at[row, dropping(position, cfg.capacity)].set(keys.astype(old.dtype), mode="drop")
+    new = old.at[row, dropping(position, cfg.records)].set(keys.astype(old.dtype), mode="drop")
     return with_pool(state, pool, index_keys=new)
 
 
@@ -33,9 +42,9 @@ def append_row(
     cfg: HierarchyConfig,
     pool: int,
     layer: int,
-    row: Float[Array, "R T width"],
+    row: Float[Array, "R E width"],
 ) -> HierarchyState:
-    """Write the rows of one layer into the tail records of the new positions.
+    """Write the rows of one layer into the new records, in the tail.
 
     Args:
         state: the hierarchy.
@@ -54,9 +63,9 @@ def append_row(
         raise UserError(f"a row has {row.shape[-1]} numbers; the geometry says {width}")
     number, _ = cfg.hot_pool_of(pool)
     request = jnp.broadcast_to(
-        jnp.arange(cfg.requests, dtype=jnp.int32)[:, None], (cfg.requests, cfg.queries)
+        jnp.arange(cfg.requests, dtype=jnp.int32)[:, None], (cfg.requests, cfg.fresh)
     )
-    slot = layout.tail_slot(cfg, pool, request, query_positions(state, cfg))
+    slot = layout.tail_slot(cfg, pool, request, new_records(state, cfg))
     slot = jnp.where(state.active[:, None], slot, NO_SLOT)
     words = pack(row.astype(cfg.geometry.row.dtype))
     column = layer * cfg.geometry.row.words + jnp.arange(words.shape[-1], dtype=jnp.int32)

@@ -12,15 +12,18 @@ from pallas_kernels.common.ids import masked
 
 
 def backup(state: HierarchyState, cfg: HierarchyConfig, start: Int[Array, " R"]) -> HierarchyState:
-    """Copy the tail records of positions `start .. length - 1` of every active request to the host.
+    """Copy the records of positions `start .. length - 1` of every active request to the host.
+
+    From the tail. With compression, those that these positions complete.
 
     Args:
         state: the hierarchy after `commit`.
         cfg: its sizes.
         start: lengths before the commit, at most T below the lengths after it.
     """
-    position = start[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)[None]
-    fresh = state.active[:, None] & (position < state.length[:, None])
+    first, end = (layout.complete(cfg, length)[:, None] for length in (start, state.length))
+    position = first + jnp.arange(cfg.fresh, dtype=jnp.int32)[None]
+    fresh = state.active[:, None] & (position < end)
     request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
     request = jnp.broadcast_to(request, position.shape)
     rows = layout.host_rows(cfg, state.host_page_of, masked(position, fresh)).reshape(-1)

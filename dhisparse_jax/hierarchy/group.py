@@ -14,7 +14,7 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import append_keys, append_row
 from dhisparse_jax.hierarchy.plan import plan
-from dhisparse_jax.hierarchy.retrieve import retrieve, retrieve_attend
+from dhisparse_jax.hierarchy.retrieve import Attended, retrieve, retrieve_attend
 from dhisparse_jax.hierarchy.select import IndexInputs, select
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
@@ -84,9 +84,9 @@ def attend(
     cfg: HierarchyConfig,
     pool: int,
     layer: int,
-    row: Float[Array, "R T width"],
+    row: Float[Array, "R E width"],
     query: Float[Array, "R T H width"],
-) -> tuple[Float[Array, "R T H value"], OpenGroup]:
+) -> tuple[Attended, OpenGroup]:
     """Append one layer's new rows and attend over the selected ones.
 
     The first attention of a group runs together with the retrieval of what is missing.
@@ -96,12 +96,12 @@ def attend(
         cfg: sizes of the hierarchy.
         pool: pool of the group.
         layer: place of the layer in the group, 0 for the first.
-        row: rows of the new tokens in this layer.
+        row: rows of the new tokens in this layer, or of the records that they can complete.
         query: absorbed queries.
 
     Returns:
         The attended values `softmax(scale * query . row) . row[:value_width]` over the selected
-        rows (zeros for inactive requests), and the group to go on with.
+        rows (zeros for inactive requests) with their log-sum-exp, and the group to go on with.
 
     Raises:
         UserError: the pool has no such layer, or rows or queries have another width than they must.
@@ -115,10 +115,12 @@ def attend(
         number, _ = cfg.hot_pool_of(pool)
         slots, location = state.hot[number].slots, group.plan.location
         with jax.named_scope("attend"):
-            values, _ = sparse_attention(query, slots, location, **layout.row_options(cfg, layer))
+            attended = Attended(
+                *sparse_attention(query, slots, location, **layout.row_options(cfg, layer))
+            )
     else:
         with jax.named_scope("retrieve_attend"):
-            values, state = retrieve_attend(
+            attended, state = retrieve_attend(
                 state, cfg, pool, layer, group.plan, group.selection, query
             )
-    return values, dataclasses.replace(group, state=state, complete=True)
+    return attended, dataclasses.replace(group, state=state, complete=True)

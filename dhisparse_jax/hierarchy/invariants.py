@@ -69,7 +69,7 @@ def _as_on_the_host(
     slot: np.ndarray,
 ) -> bool:
     """Whether slots equal the host records of positions, where those have any."""
-    every = np.broadcast_to(np.arange(cfg.capacity, dtype=np.int32), (cfg.requests, cfg.capacity))
+    every = np.broadcast_to(np.arange(cfg.records, dtype=np.int32), (cfg.requests, cfg.records))
     rows = np.asarray(layout.host_rows(cfg, jnp.asarray(host.host_page_of), jnp.asarray(every)))
     row, records = rows[request, position], host.pools[pool].host
     found = row < len(records)  # else `host_pages_held` is false
@@ -129,7 +129,7 @@ def _slots_owned(host: Host, cfg: HierarchyConfig) -> bool:
 def _hot_is_committed(host: Host, cfg: HierarchyConfig) -> bool:
     for pool in range(cfg.pools):
         request, position, _ = _holders(host, cfg, pool)
-        if (position >= host.length[request]).any():
+        if (position >= layout.complete(cfg, host.length)[request]).any():
             return False
     return True
 
@@ -142,9 +142,9 @@ def _hot_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
     for request in np.flatnonzero(host.active).tolist():
-        length = int(host.length[request])
-        # Between steps the T rows beyond the length are not written yet, or were rejected.
-        position = np.arange(max(0, length - cfg.tail + cfg.queries), length)
+        count = int(layout.complete(cfg, host.length)[request])
+        # Between steps the rows beyond the length are not written yet, or were rejected.
+        position = np.arange(max(0, count - cfg.tail + cfg.fresh), count)
         for pool in range(cfg.pools):
             slot = np.asarray(
                 layout.tail_slot(cfg, pool, jnp.full_like(position, request), jnp.asarray(position))
@@ -188,7 +188,7 @@ def _ghosts_gone(host: Host, cfg: HierarchyConfig) -> bool:
         known = ghosts[: (ghosts >= 0).sum()]
         if (known < 0).any() or len(np.unique(known)) < len(known):
             return False
-        if (known >= host.length[request]).any():
+        if (known >= layout.complete(cfg, host.length)[request]).any():
             return False
         if (host.pools[pool].slot_of[request, known] >= 0).any():
             return False

@@ -53,12 +53,17 @@ def slots(cfg: HierarchyConfig, hot: int) -> int:
     return page_region(cfg, hot) + tail_region(cfg, hot) + cfg.requests * cfg.staging
 
 
+def complete(cfg: HierarchyConfig, length: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Number of records that so many positions complete: `length` itself without compression."""
+    return length // cfg.geometry.rate
+
+
 def tail_start(cfg: HierarchyConfig, length: Int[Array, " R"]) -> Int[Array, " R"]:
-    """First position that the tail holds while T rows beyond `length` are being written.
+    """First record that the tail holds while those of T positions beyond `length` are written.
 
     A ring of 8 with T = 2 at length 20 holds positions 14..21: 20 and 21 overwrite 12 and 13.
     """
-    return jnp.maximum(length + cfg.queries - cfg.tail, 0)
+    return jnp.maximum(complete(cfg, length) + cfg.fresh - cfg.tail, 0)
 
 
 def tail_slot(
@@ -84,7 +89,7 @@ def host_rows(
 ) -> Int[Array, "R n"]:
     """Host row of positions of each request, the same in every pool.
 
-    A request with pages 7 and 2 of 16 positions has position 20 in row 2 * 16 + 4. A position
+    A request with pages 7 and 2 of 16 records has record 20 in row 2 * 16 + 4. A position
     without a page gets a row that no pool has, which is read as POISON and written nowhere.
 
     Args:
@@ -92,7 +97,8 @@ def host_rows(
         pages: int32 host pages of each request, NO_SLOT after the last.
         position: int32 positions; NO_SLOT stays NO_SLOT.
     """
-    held = in_range(position, pages.shape[1] * cfg.host_page)
-    page = jnp.take_along_axis(pages, jnp.where(held, position // cfg.host_page, 0), axis=1)
-    row = page * cfg.host_page + position % cfg.host_page
+    size = cfg.page_records
+    held = in_range(position, pages.shape[1] * size)
+    page = jnp.take_along_axis(pages, jnp.where(held, position // size, 0), axis=1)
+    row = page * size + position % size
     return masked(jnp.where(held & (page >= 0), row, INT32_MAX), position != NO_SLOT)

@@ -70,13 +70,13 @@ def _tail(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Tail:
     )
 
 
-def _retiring(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:
-    """Positions that the next append may overwrite in the tail: the T oldest that it holds.
+def _retiring(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R E"]:
+    """Records that the next append may overwrite in the tail: as many as one step can complete.
 
     They are committed (the tail is at least 2 T long), so they go to the hot pool from the device.
     """
-    first = state.length + cfg.queries - cfg.tail
-    position = first[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)[None]
+    first = layout.complete(cfg, state.length) + cfg.fresh - cfg.tail
+    position = first[:, None] + jnp.arange(cfg.fresh, dtype=jnp.int32)[None]
     return masked(position, state.active[:, None] & (position >= 0))
 
 

@@ -12,13 +12,14 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
 from dhisparse_jax.hierarchy.ghost import expected_misses, forget
+from dhisparse_jax.hierarchy.kept import admit_kept
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
@@ -86,7 +87,8 @@ def share_keys(
 
     From device to device: every step reads the keys of all positions, so each row has its own.
     """
-    shared = (jnp.arange(cfg.capacity, dtype=jnp.int32) < count)[:, None]
+    record = jnp.arange(cfg.records, dtype=jnp.int32)
+    shared = (record < layout.complete(cfg, count))[:, None]
     for pool in range(cfg.pools):
         keys = state.pools[pool].index_keys
         # Reading and writing the same keys in one operation could take a copy of all of them.
@@ -110,12 +112,12 @@ def recall(
         cfg: its sizes.
         pool: which pool.
         host_pages: int32 host pages in the order of positions, of a request or not.
-        count: int32 positions to read; the time goes with it.
-        room: receives position p in row p; the other rows are unchanged.
+        count: int32 positions whose records to read; the time goes with it.
+        room: receives record p in row p; the other rows are unchanged.
     """
-    position = jnp.arange(cfg.capacity, dtype=jnp.int32)[None]
+    position = jnp.arange(cfg.records, dtype=jnp.int32)[None]
     rows = layout.host_rows(cfg, host_pages[None], position)
-    return retrieve_op(state.pools[pool].host, room, Fetches(rows, position, count[None]))
+    return retrieve_op(state.pools[pool].host, room, Fetches(rows, position, layout.complete(cfg, count)[None]))
 
 
 def leave(state: HierarchyState, cfg: HierarchyConfig, request: Int[Array, ""]) -> HierarchyState:
@@ -139,6 +141,7 @@ def admit_prompt(
     records: Int[Array, "C W"],
     keys: Float[Array, "C index"],
     start: Int[Array, ""] | int = 0,
+    kept: tuple[Shaped[Array, "1 _ _"], ...] = (),
 ) -> HierarchyState:
     """Store a prefilled prompt in one pool: host records, index keys, tail, and hot slots.
 
@@ -153,14 +156,17 @@ def admit_prompt(
         records: records by position; rows at and beyond the length are ignored.
         keys: index keys by position.
         start: int32 positions below are in shared host pages, and not written.
+        kept: what the layers have kept of it; see `kept`.
     """
-    position = jnp.arange(cfg.capacity, dtype=jnp.int32)
-    fresh = masked(position, (position >= start) & (position < state.length[request]))
+    position = jnp.arange(cfg.records, dtype=jnp.int32)
+    first, end = (layout.complete(cfg, jnp.asarray(at)) for at in (start, state.length[request]))
+    fresh = masked(position, (position >= first) & (position < end))
     (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
     (host,) = backup_op([state.pools[pool].host], [records], rows, position[None])
     index_keys = state.pools[pool].index_keys
     index_keys = index_keys.at[request].set(keys.astype(index_keys.dtype))
     state = with_pool(state, pool, host=host, index_keys=index_keys)
+    state = admit_kept(state, cfg, pool, request, kept)
     return _admit_hot(_admit_tail(state, cfg, pool, request, records), cfg, pool, request, records)
 
 
@@ -174,7 +180,8 @@ def _admit_tail(
     """The newest positions go to the tail ring."""
     number, _ = cfg.hot_pool_of(pool)
     hot = state.hot[number]
-    position = state.length[request] - 1 - jnp.arange(cfg.tail, dtype=jnp.int32)
+    newest = layout.complete(cfg, state.length[request]) - 1
+    position = newest - jnp.arange(cfg.tail, dtype=jnp.int32)
     safe = jnp.maximum(position, 0)
     slot = layout.tail_slot(cfg, pool, jnp.broadcast_to(request, safe.shape), safe)
     slot = dropping(masked(slot, position >= 0), hot.slots.shape[0])
@@ -209,5 +216,5 @@ def _admit_hot(
         # Position p was written one step before position p + 1: the newest counts as just used.
         mark=hot.mark.at[paged].set(state.step - (end - position), mode="drop"),
     )
-    slot_of = mine.slot_of.at[request, dropping(position, cfg.capacity)].set(slot, mode="drop")
+    slot_of = mine.slot_of.at[request, dropping(position, cfg.records)].set(slot, mode="drop")
     return with_pool(with_hot(state, number, hot), pool, slot_of=slot_of)

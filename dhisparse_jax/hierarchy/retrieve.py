@@ -4,6 +4,8 @@ Alone, or together with the first attention that reads what it brings: then the 
 the attention works on what was there.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -17,6 +19,19 @@ from pallas_kernels.retrieve.api import retrieve as retrieve_op
 from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.retrieve_attend.api import Attention
 from pallas_kernels.retrieve_attend.api import retrieve_attend as retrieve_attend_op
+
+
+class Attended(NamedTuple):
+    """What attention over the selected rows gives.
+
+    Attributes:
+        values: the weighted values; zeros where nothing is selected.
+        lse: float32 log of the sum of the exponentials, with which attention over other rows can
+            be added; -inf where nothing is selected.
+    """
+
+    values: Float[Array, "R T H value"]
+    lse: Float[Array, "R T H"]
 
 
 def retrieve(
@@ -38,11 +53,11 @@ def retrieve_attend(
     plan: PlanResult,
     selection: Int[Array, "R T K"],
     query: Float[Array, "R T H width"],
-) -> tuple[Float[Array, "R T H value"], HierarchyState]:
-    """`retrieve`, and the values that attention of one layer gives afterwards."""
+) -> tuple[Attended, HierarchyState]:
+    """`retrieve`, and what attention of one layer gives afterwards."""
     number, _ = cfg.hot_pool_of(pool)
     fetches, moves = _lists(state, cfg, pool, plan)
-    (values, _), slots = retrieve_attend_op(
+    attended, slots = retrieve_attend_op(
         state.pools[pool].host,
         state.hot[number].slots,
         fetches,
@@ -50,7 +65,7 @@ def retrieve_attend(
         moves,
         **layout.row_options(cfg, layer),
     )
-    return values, with_hot_slots(state, number, slots)
+    return Attended(*attended), with_hot_slots(state, number, slots)
 
 
 def _lists(

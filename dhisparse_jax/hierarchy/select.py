@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import query_positions
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
@@ -21,12 +22,13 @@ class IndexInputs:
     Attributes:
         queries: rotated indexer queries.
         weights: float32 weight of each indexer head, with `heads**-0.5 * index**-0.5` applied.
-        keys: rotated index keys of the same tokens.
+        keys: rotated index keys of the same tokens; with compression, of the records that they can
+            complete.
     """
 
     queries: Float[Array, "R T heads index"]
     weights: Float[Array, "R T heads"]
-    keys: Float[Array, "R T index"]
+    keys: Float[Array, "R E index"]
 
 
 def select(
@@ -36,17 +38,16 @@ def select(
     index: IndexInputs,
     live: Int[Array, " R"] | None = None,
 ) -> Int[Array, "R T K"]:
-    """Selected positions of every query, its own position included; ties to the lowest position.
+    """Selected records of every query, its own included; ties to the lowest position.
 
-    Query t sees positions 0 .. length + t; a query of an inactive request sees none, and so do
-    queries from `live` on. Scores are float32; NO_SLOT fills up where fewer than K positions are
-    visible.
+    Query t sees positions 0 .. length + t, and the records that they complete; a query of an inactive request sees none, and so do
+    queries from `live` on. Scores are float32; NO_SLOT fills up where fewer than K are visible.
     """
     positions = query_positions(state, cfg)
     sees = jnp.broadcast_to(state.active[:, None], positions.shape)
     if live is not None:
         sees &= positions - state.length[:, None] < live[:, None]
-    visible = jnp.where(sees, positions + 1, 0)
+    visible = jnp.where(sees, layout.complete(cfg, positions + 1), 0)
     keys = state.pools[pool].index_keys
     scores = index_scores(index.queries, index.weights, keys, visible)
     return top_k(scores, cfg.geometry.top_k)

@@ -1,6 +1,6 @@
 """The state of a hierarchy: one pytree, the same tree and shapes for every load.
 
-Dimensions: R request rows, C positions per request, W words of a record, Pmax pages per request,
+Dimensions: R request rows, C records per request, W words of a record, Pmax pages per request,
 P pages and S slots of a hot pool, N host pages per request, H rows of a host pool. `NO_SLOT` (-1)
 marks what is empty in every index table.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
@@ -40,13 +40,15 @@ class PoolState:
             kind is `pinned_host` where the backend has it.
         slot_of: hot slot of every position.
         pages: ids of the pages that each request holds, NO_SLOT after the last.
-        index_keys: index keys of the whole history, on device; valid below `length`.
+        index_keys: index keys of the whole history, on device; valid for the records of `length`.
+        kept: what the layers keep beside records, by `Geometry.kept`; see `kept`.
     """
 
     host: Int[Array, "H W"]
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
     index_keys: Float[Array, "R C index"]
+    kept: tuple[Shaped[Array, "R _ _"], ...] = ()
 
 
 @state
@@ -128,15 +130,19 @@ def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
 
 def abstract(cfg: HierarchyConfig) -> HierarchyState:
     """Shapes and dtypes of the state: the single source of its sizes."""
-    r, c, i32 = cfg.requests, cfg.capacity, jnp.int32
+    r, c, i32 = cfg.requests, cfg.records, jnp.int32
     shape = _leaf
     per_pool, average = shape((cfg.pools, r), i32), shape((cfg.pools, r), jnp.float32)
     pools = tuple(
         PoolState(
-            host=shape((cfg.host_page_count * cfg.host_page, cfg.record_words(pool)), i32),
+            host=shape((cfg.host_page_count * cfg.page_records, cfg.record_words(pool)), i32),
             slot_of=shape((r, c), i32),
             pages=shape((r, cfg.max_pages), i32),
             index_keys=shape((r, c, cfg.geometry.index_width), cfg.geometry.index_dtype),
+            kept=tuple(
+                shape((r, kept.rows(cfg.capacity, cfg.queries), kept.width), kept.dtype)
+                for kept in cfg.geometry.kept_of(pool)
+            ),
         )
         for pool in range(cfg.pools)
     )
@@ -186,9 +192,9 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
     host, device = host_sharding(), jax.devices()[0]
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].name
+        name = getattr(path[-1], "name", None)
         if name == "host":
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)
-        return jax.device_put(jnp.full(leaf.shape, FILL.get(name, 0), leaf.dtype), device)
+        return jax.device_put(jnp.full(leaf.shape, FILL.get(name or "", 0), leaf.dtype), device)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.config import Geometry, RowFormat
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.hierarchy.select import IndexInputs
-from dhisparse_jax.model import AttendFn, Opened, OpenFn, Params, Taps
+from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.glm.indexer import Indexer
 from dhisparse_jax.models.glm.model import GlmModel
 
@@ -74,7 +74,8 @@ class GlmServed:
         open_group: OpenFn[Opened],
         attend: AttendFn[Opened],
         taps: tuple[int, ...] = (),
-    ) -> tuple[Float[Array, "R T D"], Taps, Opened]:
+        beside: Beside | None = None,
+    ) -> Ran[Opened]:
         """All layers of one selection group; the first one has the indexer."""
         layers = nnx.merge(self.graph, params).layers
         opened: Any = None
@@ -87,12 +88,12 @@ class GlmServed:
                 index = _index_inputs(block.indexer, normed, projected.q_lora, positions)
                 opened = open_group(index)
             query = jnp.concatenate((projected.q_latent, projected.q_rope), axis=-1)
-            context, opened = attend(opened, place, projected.row, query)
-            x = x + block.attention.combine(context)
+            attended, opened = attend(opened, place, projected.row, query)
+            x = x + block.attention.combine(attended.values)
             x = x + block.mlp(block.post_norm(x))
             if place in taps:
                 tapped.append(x)
-        return x, tuple(tapped), opened
+        return Ran(x, tuple(tapped), opened)
 
 
 def _index_inputs(

@@ -11,6 +11,11 @@ def _along_last(weight: Float[Array, " width"], ndim: int) -> Float[Array, "..."
     return weight.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 
 
+def normalised(x: Float[Array, "*batch width"], epsilon: float) -> Float[Array, "*batch width"]:
+    """`x / rms(x)` over the last axis, without weights."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+
+
 class RmsNorm(nnx.Module):
     """`x / rms(x) * weight` over the last axis; the result has the compute dtype."""
 
@@ -24,8 +29,8 @@ class RmsNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Normalises `x`."""
         x = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        return (x * inverse * _along_last(self.weight[...], x.ndim)).astype(self.dtype)
+        scaled = normalised(x, self.epsilon) * _along_last(self.weight[...], x.ndim)
+        return scaled.astype(self.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from dhisparse_jax.configs import PRESETS
+from dhisparse_jax.configs import GLM_PRESETS
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.train.config import TrainConfig, smoke_config
 from dhisparse_jax.models.train.corpus import load_corpus
@@ -43,7 +43,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def configure(options: argparse.Namespace) -> TrainConfig:
     """Settings of the run that the options describe."""
-    model = PRESETS[options.preset]
+    model = GLM_PRESETS[options.preset]
     if options.smoke:
         return smoke_config(model, seed=options.seed)
     return TrainConfig(

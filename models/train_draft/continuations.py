@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, UInt8
 
+from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import Params
 from dhisparse_jax.models.glm.attend import select_top_k, sparse_weights
@@ -131,8 +132,8 @@ def _run_group(
         return _Opened(cache=opened, selected=selected)
 
     attend = partial(_attend, served, first, positions)
-    x, _, opened = served.run_group(params, pool, x, positions, open_group, attend)
-    return x, opened
+    ran = served.run_group(params, pool, x, positions, open_group, attend)
+    return ran.x, ran.opened
 
 
 def _attend(
@@ -143,7 +144,7 @@ def _attend(
     layer: int,
     row: Float[Array, "b 1 width"],
     query: Float[Array, "b 1 heads width"],
-) -> tuple[Float[Array, "b 1 heads value"], _Opened]:
+) -> tuple[Attended, _Opened]:
     """Store the row of one layer, and attend to the selected ones."""
     latent, number = served.geometry.row.value_width, first + layer
     rows = _put(opened.cache.rows[number], row, positions)
@@ -157,7 +158,8 @@ def _attend(
     )
     values = jnp.einsum("bthk,btkr->bthr", weights.astype(rows.dtype), chosen[..., :latent])
     cache = _Cache(rows=_replace(opened.cache.rows, number, rows), keys=opened.cache.keys)
-    return values, _Opened(cache=cache, selected=opened.selected)
+    nobody_asks = jnp.full(values.shape[:-1], jnp.nan, jnp.float32)
+    return Attended(values, nobody_asks), _Opened(cache=cache, selected=opened.selected)
 
 
 def _put(

@@ -1,8 +1,10 @@
 """The toy model without any hierarchy: whole sequences, a dense mask, plain jnp."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dhisparse_jax.hierarchy import Attended
 from dhisparse_jax.model import layers_of
 
 
@@ -36,16 +38,19 @@ def dense_streams(model, params, tokens):
     def attend(selected, layer, row, query):
         logits = geometry.scale * jnp.einsum("thd,sd->hts", query[0], row[0], precision="highest")
         logits = jnp.where(selected[None], logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
         weights = weights / weights.sum(axis=-1, keepdims=True)
-        values = row[0, :, : geometry.row.value_width]
-        return jnp.einsum("hts,sd->thd", weights, values, precision="highest")[None], selected
+        rows = row[0, :, : geometry.row.value_width]
+        values = jnp.einsum("hts,sd->thd", weights, rows, precision="highest")
+        return Attended(values[None], lse.T[None]), selected
 
     x = model.embed(params, jnp.asarray(tokens, jnp.int32)[None])
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     streams = {}
     for pool, count in enumerate(geometry.layers_per_pool):
         places = tuple(range(count))
-        x, tapped, _ = model.run_group(params, pool, x, positions, open_group, attend, places)
-        streams |= zip(layers_of(geometry, pool, places), tapped, strict=True)
+        ran = model.run_group(params, pool, x, positions, open_group, attend, places)
+        x = ran.x
+        streams |= zip(layers_of(geometry, pool, places), ran.taps, strict=True)
     return x, streams

@@ -8,6 +8,7 @@ import numpy as np
 
 from dhisparse_jax.config import Geometry, RowFormat
 from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.model import Ran
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ToyModel:
     def embed(self, params, tokens):
         return params["embed"][tokens]
 
-    def run_group(self, params, pool, x, positions, open_group, attend, taps=()):
+    def run_group(self, params, pool, x, positions, open_group, attend, taps=(), beside=None):
         group = params["groups"][pool]
         here = x + params["place"][positions]
         split = lambda y, heads: y.reshape(*y.shape[:-1], heads, -1)
@@ -61,11 +62,11 @@ class ToyModel:
         for number, layer in enumerate(group["layers"]):
             y = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
             query = split(y @ layer["query"], self.heads)
-            values, opened = attend(opened, number, y @ layer["row"], query)
-            x = x + values.reshape(*x.shape[:-1], -1).astype(x.dtype) @ layer["out"]
+            attended, opened = attend(opened, number, y @ layer["row"], query)
+            x = x + attended.values.reshape(*x.shape[:-1], -1).astype(x.dtype) @ layer["out"]
             if number in taps:
                 tapped.append(x)
-        return x, tuple(tapped), opened
+        return Ran(x, tuple(tapped), opened)
 
     def logits(self, params, x):
         return (x @ params["head"]).astype(jnp.float32)

@@ -1,0 +1,200 @@
+"""Sizes of DeepSeek-V4: a window in every layer, compressed entries beside it in most, MoE, mHC.
+
+Knows what a valid model of the family is; knows nothing about arrays, files or devices.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dhisparse_jax.configs.quantised import FLOAT
+from dhisparse_jax.configs.rope import Yarn
+from dhisparse_jax.configs.values import check_counts, check_formats
+from dhisparse_jax.errors import UserError
+
+LayerKind = Literal["window", "selected", "all"]
+"""What a layer attends to beside its window: nothing, the best of many entries (published as CSA),
+or all of few (HCA)."""
+
+WINDOW, SELECTED, ALL = "window", "selected", "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class V4Config:
+    """Sizes and constants of one model.
+
+    Attributes:
+        context: Longest sequence the model was made for, in positions.
+        head_dim: Width of a head, and of the one key that is the value too.
+        rope_dim: Rotated channels, the last ones of every head.
+        output_groups: Groups of heads that the first output matrix maps by themselves.
+        output_lora_rank: Width of each of them after it.
+        layer_kinds: What each layer attends to beside its window.
+        window: Newest positions that every query attends to, its own included.
+        selected_rate: Positions per entry in "selected" layers.
+        all_rate: Positions per entry in "all" layers.
+        index_top_k: Entries that a query selects.
+        num_hash_layers: Leading layers whose experts follow from the token id alone.
+        swiglu_limit: Bound on what goes into an expert's activation.
+        rope_theta: Base of the rotary frequencies in "window" layers.
+        compress_theta: The same in the others.
+        yarn: How positions are stretched in those.
+        streams: Copies of the residual stream (mHC).
+        sinkhorn_steps: Alternations that make the mixing of the streams doubly stochastic.
+        param_dtype: Dtype that the weights are stored in.
+        expert_format: Format of routed experts that stay quantised (`configs.quantised`).
+
+    Raises:
+        UserError: A size that no model of the family can have.
+    """
+
+    vocab_size: int
+    context: int
+    hidden_size: int
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    output_groups: int
+    output_lora_rank: int
+
+    layer_kinds: tuple[LayerKind, ...]
+    window: int
+    selected_rate: int = 4
+    all_rate: int = 128
+
+    index_heads: int
+    index_dim: int
+    index_top_k: int
+
+    num_hash_layers: int
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    num_shared_experts: int = 1
+    routed_scale: float
+    swiglu_limit: float
+
+    rope_theta: float
+    compress_theta: float
+    yarn: Yarn | None = None
+
+    streams: int = 4
+    sinkhorn_steps: int = 20
+    hc_eps: float = 1e-6
+    norm_eps: float = 1e-6
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    param_dtype: str = "bfloat16"
+    expert_format: str = FLOAT
+
+    def __post_init__(self) -> None:
+        """Checks every size; raises UserError on the first that cannot be."""
+        check_counts(self, {"num_hash_layers", "bos_id"})
+        check_formats(self.param_dtype, self.expert_format)
+        if SELECTED not in self.layer_kinds:
+            raise UserError(f"layer_kinds has no {SELECTED!r} layer, so there is nothing to select")
+        if self.num_hash_layers > self.num_layers:
+            raise UserError(
+                f"num_hash_layers {self.num_hash_layers} exceeds the {self.num_layers} layers"
+            )
+        if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_dim):
+            raise UserError(
+                f"rope_dim is {self.rope_dim}; it must be even, and at most head_dim "
+                f"{self.head_dim} and index_dim {self.index_dim}"
+            )
+        if self.num_heads % self.output_groups:
+            raise UserError(
+                f"{self.num_heads} heads do not split into {self.output_groups} output_groups"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise UserError(
+                f"experts_per_token {self.experts_per_token} exceeds the {self.num_experts} experts"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layer_kinds)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of layers with one "selected" layer each: it and what follows.
+
+        Layers before the first one belong to its group: `((0, 1, 2, 3), (4, 5))` for two "window"
+        layers, then "selected" and "all" in turn.
+        """
+        starts = [i for i, kind in enumerate(self.layer_kinds) if kind == SELECTED]
+        ends = [*starts[1:], self.num_layers]
+        return tuple(tuple(range(a, b)) for a, b in zip([0, *starts[1:]], ends, strict=True))
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the query-key products."""
+        return self.head_dim**-0.5
+
+    def rate(self, layer: int) -> int | None:
+        """Positions per entry of a layer; None where it has no entries."""
+        return {SELECTED: self.selected_rate, ALL: self.all_rate}.get(self.layer_kinds[layer])
+
+
+_YARN = Yarn(factor=16.0, context=65_536)
+
+DEEPSEEK_V4_FLASH = V4Config(
+    vocab_size=129_280,
+    context=1_048_576,
+    hidden_size=4096,
+    num_heads=64,
+    head_dim=512,
+    rope_dim=64,
+    q_lora_rank=1024,
+    output_groups=8,
+    output_lora_rank=1024,
+    layer_kinds=(WINDOW, WINDOW, *(SELECTED, ALL) * 20, SELECTED),
+    window=128,
+    index_heads=64,
+    index_dim=128,
+    index_top_k=512,
+    num_hash_layers=3,
+    num_experts=256,
+    experts_per_token=6,
+    expert_intermediate_size=2048,
+    routed_scale=1.5,
+    swiglu_limit=10.0,
+    rope_theta=1e4,
+    compress_theta=1.6e5,
+    yarn=_YARN,
+    bos_id=0,
+    eos_ids=(1,),
+)
+"""DeepSeek-V4-Flash, 284.3 B parameters without its MTP layer."""
+
+DEEPSEEK_V4_PRO = V4Config(
+    vocab_size=129_280,
+    context=1_048_576,
+    hidden_size=7168,
+    num_heads=128,
+    head_dim=512,
+    rope_dim=64,
+    q_lora_rank=1536,
+    output_groups=16,
+    output_lora_rank=1024,
+    layer_kinds=(ALL, ALL, *(SELECTED, ALL) * 29, SELECTED),
+    window=128,
+    index_heads=64,
+    index_dim=128,
+    index_top_k=1024,
+    num_hash_layers=3,
+    num_experts=384,
+    experts_per_token=6,
+    expert_intermediate_size=3072,
+    routed_scale=2.5,
+    swiglu_limit=10.0,
+    rope_theta=1e4,
+    compress_theta=1.6e5,
+    yarn=_YARN,
+    bos_id=0,
+    eos_ids=(1,),
+)
+"""DeepSeek-V4-Pro, 1.57 T parameters without its MTP layer."""

@@ -1,0 +1,237 @@
+"""DeepSeek-V4 over the KV hierarchy: what the decode step and the prefill ask of a served model.
+
+A group is a "selected" layer and those that follow it. The entries of the selected layer are its
+pool's records; everything else that its layers need of a history is kept on the device: the window
+of every layer, the entries of "all" layers, and what compressors need of unfinished stretches.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dhisparse_jax.config import Geometry, RowFormat
+from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy.kept import row_words
+from dhisparse_jax.hierarchy.retrieve import Attended
+from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
+from dhisparse_jax.models.deepseek_v4.attention import Projected, V4Attention
+from dhisparse_jax.models.deepseek_v4.compressor import Compressor
+from dhisparse_jax.models.deepseek_v4.hyper import collapsed, connected
+from dhisparse_jax.models.deepseek_v4.indexer import Indexer
+from dhisparse_jax.models.deepseek_v4.model import V4Model
+from dhisparse_jax.models.deepseek_v4.store import (
+    FAR,
+    INDEX_RAW,
+    NEAR,
+    RAW,
+    Key,
+    Store,
+    kept_by,
+    newest,
+    open_store,
+)
+from pallas_kernels.common.ids import masked
+
+
+class _Place(NamedTuple):
+    """Where a layer stands, and how it reaches records.
+
+    Attributes:
+        layer: its number.
+        positions: int32 position of every token.
+        open_group: see `model.OpenFn`.
+        attend: see `model.AttendFn`.
+    """
+
+    layer: int
+    positions: Int[Array, "R T"]
+    open_group: OpenFn[Any]
+    attend: AttendFn[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class V4Served:
+    """A DeepSeek-V4 model as pure functions of its weights.
+
+    Attributes:
+        config: sizes.
+        graph: structure of the NNX model; hashable, so that it can be static under `jit`.
+        row_dtype: dtype of rows, entries and index keys in the hierarchy.
+    """
+
+    config: V4Config
+    graph: nnx.GraphDef[V4Model]
+    row_dtype: str
+
+    @property
+    def geometry(self) -> Geometry:
+        """One pool per "selected" layer; a record is one entry."""
+        config = self.config
+        row = RowFormat(config.head_dim, config.head_dim, self.row_dtype)
+        return Geometry(
+            row=row,
+            layers_per_pool=(1,) * len(config.groups),
+            top_k=config.index_top_k,
+            index_width=config.index_dim,
+            index_dtype=self.row_dtype,
+            scale=config.attention_scale,
+            rate=config.selected_rate,
+            kept=tuple(tuple(kept_by(config, row, group).values()) for group in config.groups),
+        )
+
+    @property
+    def context(self) -> int:
+        """Most positions the model can use."""
+        return self.config.context
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    def embed(self, params: Params, tokens: Int[Array, "R T"]) -> Float[Array, "R T D"]:
+        """The streams before the first layer, side by side."""
+        return nnx.merge(self.graph, params).embed(tokens).reshape(*tokens.shape, -1)
+
+    def logits(self, params: Params, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+        """Final collapse, norm and head, float32."""
+        return nnx.merge(self.graph, params).logits(self._streams(x))
+
+    def run_group(
+        self,
+        params: Params,
+        pool: int,
+        x: Float[Array, "R T D"],
+        positions: Int[Array, "R T"],
+        open_group: OpenFn[Opened],
+        attend: AttendFn[Opened],
+        taps: tuple[int, ...] = (),
+        beside: Beside | None = None,
+    ) -> Ran[Opened]:
+        """All layers of one group; `x` holds the streams side by side.
+
+        Raises:
+            UserError: layers are tapped: they have no single stream that could be read.
+        """
+        if taps:
+            raise UserError("a draft cannot read layers of DeepSeek-V4, which have several streams")
+        assert beside is not None  # the geometry says that something is kept
+        layers = nnx.merge(self.graph, params).layers
+        store = open_store(self.config, self.geometry, pool, beside)
+        streams, opened = self._streams(x), None
+        for number in self.config.groups[pool]:
+            block, place = layers[number], _Place(number, positions, open_group, attend)
+            mixing = block.attention_hyper.mixing(streams)
+            inner = block.attention_norm(collapsed(streams, mixing.pre))
+            update, store, opened = _attention(block.attention, inner, place, store, opened)
+            streams = connected(streams, update, mixing)
+            mixing = block.mlp_hyper.mixing(streams)
+            inner = block.mlp_norm(collapsed(streams, mixing.pre))
+            streams = connected(streams, block.mlp(inner, beside.tokens), mixing)
+        return Ran(streams.reshape(x.shape), (), opened, store.arrays)
+
+    def _streams(self, x: Float[Array, "R T D"]) -> Float[Array, "R T streams width"]:
+        return x.reshape(*x.shape[:-1], self.config.streams, -1)
+
+
+def _attention(
+    attention: V4Attention,
+    x: Float[Array, "R T width"],
+    place: _Place,
+    store: Store,
+    opened: Any,  # noqa: ANN401  # the library's, handed on
+) -> tuple[Float[Array, "R T width"], Store, Any]:
+    """The residual update of one layer, and what its group keeps and has opened now."""
+    near, positions = Key(place.layer, NEAR), place.positions
+    projected = attention.project(x, positions)
+    store = store.put(near, positions, row_words(store.geometry, projected.row))
+    span = store.kept[near].span
+    assert span is not None  # a window
+    window = newest(positions, span)
+    found = store.attend(near, window, projected.query, attention.sinks[...])
+    if attention.compressor is not None:
+        rate = attention.compressor.rate
+        entry = positions[:, :1] // rate + jnp.arange(
+            -(-positions.shape[1] // rate), dtype=jnp.int32
+        ).reshape(1, -1)
+        entries, store = _compress(attention.compressor, RAW, x, entry, place, store)
+        if attention.indexer is None:
+            far, store = _attend_all(entries, entry, projected, place, store, rate)
+        else:
+            index, store = _index(attention.indexer, x, entry, projected, place, store)
+            far, opened = place.attend(place.open_group(index), 0, entries, projected.query)
+        found = merged(found, far)
+    return attention.output(found.values, positions), store, opened
+
+
+def _compress(
+    compressor: Compressor,
+    what: str,
+    x: Float[Array, "R T width"],
+    entry: Int[Array, "R E"],
+    place: _Place,
+    store: Store,
+) -> tuple[Float[Array, "R E entry"], Store]:
+    """Entries that the new tokens can complete; those that they do not complete mean nothing."""
+    key = Key(place.layer, what)
+    store = store.put(key, place.positions, compressor.raw(x, place.positions))
+    summed = compressor.summed_positions(entry)
+    return compressor.entries(store.rows(key, summed), summed >= 0, entry), store
+
+
+def _attend_all(
+    entries: Float[Array, "R E width"],
+    entry: Int[Array, "R E"],
+    projected: Projected,
+    place: _Place,
+    store: Store,
+    rate: int,
+) -> tuple[Attended, Store]:
+    """Attention over all entries that are complete at each query's position."""
+    key = Key(place.layer, FAR)
+    store = store.put(key, entry, row_words(store.geometry, entries))
+    every = jnp.arange(store.count(key), dtype=jnp.int32).reshape(1, 1, -1)
+    seen = every < (place.positions[..., None] + 1) // rate
+    index = masked(jnp.broadcast_to(every, seen.shape), seen)
+    return store.attend(key, index, projected.query), store
+
+
+def _index(
+    indexer: Indexer,
+    x: Float[Array, "R T width"],
+    entry: Int[Array, "R E"],
+    projected: Projected,
+    place: _Place,
+    store: Store,
+) -> tuple[IndexInputs, Store]:
+    keys, store = _compress(indexer.compressor, INDEX_RAW, x, entry, place, store)
+    queries = indexer.queries(projected.q_lora, place.positions)
+    return IndexInputs(queries=queries, weights=indexer.weights(x), keys=keys), store
+
+
+def merged(near: Attended, far: Attended) -> Attended:
+    """Attention over two sets of rows at once, from that over each; one of them is not empty."""
+    lse = jnp.logaddexp(near.lse, far.lse)
+    parts = [
+        part.values.astype(jnp.float32) * jnp.exp(part.lse - lse)[..., None] for part in (near, far)
+    ]
+    return Attended((parts[0] + parts[1]).astype(near.values.dtype), lse)
+
+
+def serve(model: V4Model, row_dtype: str) -> tuple[V4Served, Params]:
+    """Split an NNX model into what is static and its weights.
+
+    Args:
+        model: the model.
+        row_dtype: dtype of rows, entries and index keys: "float32" for verification.
+
+    Returns:
+        The served model, and the weights to pass to its functions.
+    """
+    graph, params = nnx.split(model)
+    return V4Served(config=model.config, graph=graph, row_dtype=row_dtype), params

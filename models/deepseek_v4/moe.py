@@ -1,0 +1,113 @@
+"""Feed-forward layers: two ways to choose experts, and bounded activations."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.quantised import FLOAT
+from dhisparse_jax.models.experts import Routing, run_experts
+from dhisparse_jax.models.glm.linear import exact_dot, linear, residual_init, weight_init
+from dhisparse_jax.models.stored_experts import StoredExperts
+
+
+class BoundedMlp(nnx.Module):
+    """`down(silu(gate x) * up x)` with bounds on both factors."""
+
+    def __init__(self, config: V4Config, inner: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        width = config.hidden_size
+        args = {"dtype": dtype, "param_dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
+        self.gate = linear(width, inner, **args)
+        self.up = linear(width, inner, **args)
+        down_init = residual_init(inner, config.num_layers)
+        self.down = linear(inner, width, kernel_init=down_init, **args)
+        self.limit = config.swiglu_limit
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Residual update for normalised inputs `x`."""
+        return self.down(bounded_swiglu(self.gate(x), self.up(x), self.limit))
+
+
+class V4Router(nnx.Module):
+    """Scores `sqrt(softplus(x W))`; who is chosen, the token says or the best biased scores do.
+
+    Attributes:
+        kernel: to the scores.
+        bias: moves the choice but not the weights; None where the token says.
+        by_token: experts of every token id; None where the scores say.
+    """
+
+    def __init__(self, config: V4Config, layer: int, *, rngs: nnx.Rngs) -> None:
+        experts, chosen = config.num_experts, config.experts_per_token
+        init, shape = weight_init(config.hidden_size), (config.hidden_size, experts)
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+        hashed = layer < config.num_hash_layers
+        self.bias = None if hashed else nnx.Param(jnp.zeros((experts,), jnp.float32))
+        table = (config.vocab_size, chosen)
+        self.by_token = nnx.Param(jnp.zeros(table, jnp.int32)) if hashed else None
+        self.chosen, self.scale = chosen, config.routed_scale
+
+    def __call__(
+        self, x: Float[Array, "*batch width"], tokens: Int[Array, "*batch"]
+    ) -> Routing:
+        """Chooses experts for normalised inputs `x` of these token ids, in float32."""
+        scores = jnp.sqrt(jax.nn.softplus(exact_dot(x, self.kernel[...])))
+        if self.by_token is not None:
+            experts = self.by_token[...][tokens]
+        else:
+            assert self.bias is not None  # one of the two is there
+            bias = self.bias[...].reshape((1,) * (scores.ndim - 1) + (-1,))
+            _, experts = jax.lax.top_k(scores + bias, self.chosen)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return Routing(experts, weights * self.scale)
+
+
+class V4Moe(nnx.Module):
+    """Routed experts, stacked, plus one that every token passes.
+
+    Attributes:
+        gate_up: gate columns, then up columns, of every expert.
+        down: output matrix of every expert.
+        stored: the experts, in place of these two, where they stay quantised.
+    """
+
+    def __init__(self, config: V4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        width, inner = config.hidden_size, config.expert_intermediate_size
+        experts, form = config.num_experts, config.expert_format
+        param_dtype = jnp.dtype(config.param_dtype)
+        self.router = V4Router(config, layer, rngs=rngs)
+        self.stored = StoredExperts(experts, width, inner, form) if form != FLOAT else None
+        if form == FLOAT:
+            init, down_init = weight_init(width), residual_init(inner, config.num_layers)
+            self.gate_up = nnx.Param(init(rngs.params(), (experts, width, 2 * inner), param_dtype))
+            self.down = nnx.Param(down_init(rngs.params(), (experts, inner, width), param_dtype))
+        else:
+            self.gate_up = self.down = None
+        shared = config.num_shared_experts * inner
+        self.shared = BoundedMlp(config, shared, dtype=dtype, rngs=rngs)
+        self.limit, self.dtype = config.swiglu_limit, dtype
+
+    def __call__(
+        self, x: Float[Array, "*batch width"], tokens: Int[Array, "*batch"]
+    ) -> Float[Array, "*batch width"]:
+        """Residual update for normalised inputs `x` of these token ids."""
+        routing = self.router(x, tokens)
+        activation = partial(bounded_swiglu, limit=self.limit)
+        if self.stored is not None:
+            return self.stored(x, routing, activation) + self.shared(x)
+        assert self.gate_up is not None  # one of the two forms is there
+        assert self.down is not None
+        gate_up, down = (part[...].astype(self.dtype) for part in (self.gate_up, self.down))
+        split = lambda both: activation(*jnp.split(both, 2, axis=-1))
+        return run_experts(x, routing, gate_up, down, split) + self.shared(x)
+
+
+def bounded_swiglu(
+    gate: Float[Array, "*batch inner"], up: Float[Array, "*batch inner"], limit: float
+) -> Float[Array, "*batch inner"]:
+    """`silu(gate) * up`, the gate bounded above and the other on both sides."""
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)

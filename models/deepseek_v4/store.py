@@ -1,0 +1,110 @@
+"""What the layers of a group keep beside records: names for the arrays that the library holds."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from dhisparse_jax.config import Geometry, Kept, RowFormat
+from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, V4Config
+from dhisparse_jax.hierarchy.kept import attend_kept, keep, kept_rows
+from dhisparse_jax.hierarchy.retrieve import Attended
+from dhisparse_jax.model import Beside, KeptLeaves
+
+NEAR, RAW, INDEX_RAW, FAR = "near", "raw", "index_raw", "far"
+"""Its window; of the newest tokens what its compressor needs, and that of its indexer; entries."""
+
+
+class Key(NamedTuple):
+    """What a layer keeps.
+
+    Attributes:
+        layer: number of the layer.
+        what: one of the names above.
+    """
+
+    layer: int
+    what: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """What the layers of one group keep. Writing gives a new one.
+
+    Attributes:
+        geometry: of the model.
+        kept: what each array is.
+        leaves: the arrays.
+        beside: what the library gave with them.
+    """
+
+    geometry: Geometry
+    kept: Mapping[Key, Kept]
+    leaves: Mapping[Key, Shaped[Array, "R _ _"]]
+    beside: Beside
+
+    def put(
+        self, key: Key, index: Int[Array, "R t"], rows: Shaped[Array, "R t width"]
+    ) -> "Store":
+        """Write rows at positions, or at numbers of entries."""
+        leaf = keep(self.leaves[key], self.kept[key], index, rows, self.beside.writes)
+        return dataclasses.replace(self, leaves={**self.leaves, key: leaf})
+
+    def rows(self, key: Key, index: Int[Array, "R *t"]) -> Shaped[Array, "R *t width"]:
+        """Rows at positions; undefined before the first."""
+        return kept_rows(self.leaves[key], self.kept[key], index)
+
+    def attend(
+        self,
+        key: Key,
+        index: Int[Array, "R T K"],
+        query: Float[Array, "R T H width"],
+        sinks: Float[Array, " H"] | None = None,
+    ) -> Attended:
+        """Attention over rows at positions, or at numbers of entries; NO_SLOT masks."""
+        leaf, kept = self.leaves[key], self.kept[key]
+        return Attended(*attend_kept(leaf, kept, self.geometry, index, query, sinks))
+
+    def count(self, key: Key) -> int:
+        """How many rows of a request there are."""
+        return self.leaves[key].shape[1]
+
+    @property
+    def arrays(self) -> KeptLeaves:
+        """The arrays, in the order of the geometry."""
+        return tuple(self.leaves[key] for key in self.kept)
+
+
+def open_store(config: V4Config, geometry: Geometry, pool: int, beside: Beside) -> Store:
+    """What the layers of one group keep."""
+    kept = kept_by(config, geometry.row, config.groups[pool])
+    return Store(geometry, kept, dict(zip(kept, beside.kept, strict=True)), beside)
+
+
+def kept_by(config: V4Config, row: RowFormat, layers: tuple[int, ...]) -> dict[Key, Kept]:
+    """What some layers keep, in order.
+
+    Compression needs values and gates, of one stretch where stretches do not overlap, else of two,
+    in twice the channels.
+    """
+    found: dict[Key, Kept] = {}
+    raw = lambda width, span: Kept(width=width, dtype="float32", span=span)
+    for layer in layers:
+        found[Key(layer, NEAR)] = Kept(width=row.words, dtype="int32", span=config.window)
+        if config.layer_kinds[layer] == ALL:
+            rate = config.all_rate
+            found[Key(layer, RAW)] = raw(2 * config.head_dim, rate)
+            found[Key(layer, FAR)] = Kept(width=row.words, dtype="int32", rate=rate)
+        if config.layer_kinds[layer] == SELECTED:
+            span = 2 * config.selected_rate
+            found[Key(layer, RAW)] = raw(4 * config.head_dim, span)
+            found[Key(layer, INDEX_RAW)] = raw(4 * config.index_dim, span)
+    return found
+
+
+def newest(positions: Int[Array, "R T"], count: int) -> Int[Array, "R T count"]:
+    """The newest positions up to each one; negative before the first."""
+    back = jnp.arange(count, dtype=jnp.int32).reshape(1, 1, -1)
+    return positions[..., None] - back
