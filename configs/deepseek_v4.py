@@ -71,7 +71,6 @@ class V4Config:
     num_experts: int
     experts_per_token: int
     expert_intermediate_size: int
-    num_shared_experts: int = 1
     routed_scale: float
     swiglu_limit: float
 

@@ -1,7 +1,8 @@
 """What the decode step asks of a model. Any object with these members can be served."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -47,7 +48,8 @@ class Beside:
     writes: Bool[Array, " R"]
 
 
-class Ran(NamedTuple, Generic[Opened]):
+@dataclasses.dataclass(frozen=True)
+class Ran(Generic[Opened]):
     """What a group gives.
 
     Attributes:

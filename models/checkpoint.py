@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from dhisparse_jax.arrays import DATA_FILE_BYTES, Place, Shapes, load_arrays, save_arrays
-from dhisparse_jax.configs.glm import GlmConfig, config_from_values
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.models.glm.model import GlmModel
+from dhisparse_jax.models.families import own_config, own_values
 from dhisparse_jax.models.hf_config import read_json
 from dhisparse_jax.models.params import (
+    AnyConfig,
+    AnyModel,
     Flat,
     Nested,
     abstract_params,
@@ -39,7 +40,7 @@ CONVERSION_FILE = "conversion.json"
 """In a checkpoint of ours that was a published one: what of that was not used."""
 
 
-def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) -> None:
+def save_checkpoint(directory: Path | str, config: AnyConfig, params: Nested) -> None:
     """Writes a checkpoint, replacing the one in `directory`.
 
     Args:
@@ -50,7 +51,12 @@ def save_checkpoint(directory: Path | str, config: GlmConfig, params: Nested) ->
     """
     directory = Path(directory)
     save_weights(directory / OWN_WEIGHTS, flatten(cast_like(params, abstract_params(config))))
-    save_json(directory / CONFIG_FILE, dataclasses.asdict(config))
+    save_config(directory, config)
+
+
+def save_config(directory: Path, config: AnyConfig) -> None:
+    """Writes the sizes of a checkpoint."""
+    save_json(directory / CONFIG_FILE, own_values(config, dataclasses.asdict(config)))
 
 
 def save_weights(path: Path, flat: Flat, file_bytes: int = DATA_FILE_BYTES) -> None:
@@ -70,7 +76,7 @@ def load_checkpoint(
     *,
     dtype: jnp.dtype | type | None = None,
     place: Place = on_first_device,
-) -> tuple[GlmConfig, GlmModel]:
+) -> tuple[AnyConfig, AnyModel]:
     """Restores a model.
 
     Args:
@@ -83,7 +89,7 @@ def load_checkpoint(
             wrongly shaped.
     """
     directory = Path(directory).absolute()
-    config = config_from_values(read_json(directory / CONFIG_FILE))
+    config = own_config(read_json(directory / CONFIG_FILE))
     like = abstract_params(config)
     flat = restore_weights(directory / OWN_WEIGHTS, flatten(like), place)
     params = unflatten(flat, like)

@@ -1,6 +1,5 @@
 """A published checkpoint as one of ours: whole, or not there at all."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +10,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.checkpoint import (
-    CONFIG_FILE,
     CONVERSION_FILE,
     OWN_WEIGHTS,
+    save_config,
     save_json,
     save_weights,
 )
@@ -78,7 +77,7 @@ def convert(
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
         save_json(partial / CONVERSION_FILE, {"unused_tensors": unused})
-        save_json(partial / CONFIG_FILE, dataclasses.asdict(config))
+        save_config(partial, config)
         partial.rename(target)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or target}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Loading a published GLM-5.x or DeepSeek-V3.2 checkpoint directory, a tensor at a time."""
+"""Loading a published checkpoint directory, a tensor at a time."""
 
 import dataclasses
 import logging
@@ -10,20 +10,25 @@ import jax
 import jax.numpy as jnp
 
 from dhisparse_jax.arrays import Place
-from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.quantised import FLOAT, name_of
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.models.glm.model import GlmModel
-from dhisparse_jax.models.hf_config import parse_config, read_json
-from dhisparse_jax.models.hf_names import canonical_name
-from dhisparse_jax.models.hf_tensors import expert_names, pieces_of, published_shapes
-from dhisparse_jax.models.params import Nested, abstract_params, build_model, flatten, unflatten
+from dhisparse_jax.models.families import family_of, published_family
+from dhisparse_jax.models.hf_config import read_json
+from dhisparse_jax.models.params import (
+    AnyConfig,
+    AnyModel,
+    Nested,
+    abstract_params,
+    build_model,
+    flatten,
+    unflatten,
+)
 from dhisparse_jax.models.published import DEFAULT_BLOCK, Published, weight_block
 from dhisparse_jax.models.stream import load_arrays, on_first_device
 
 log = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
 class Loaded(NamedTuple):
@@ -35,8 +40,8 @@ class Loaded(NamedTuple):
         unused: sorted names of tensors, all of MTP layers, that it does not use.
     """
 
-    config: GlmConfig
-    model: GlmModel
+    config: AnyConfig
+    model: AnyModel
     unused: tuple[str, ...]
 
 
@@ -75,7 +80,7 @@ def load_hf(
     return Loaded(config, build_model(config, params, dtype), tensors.unused)
 
 
-def read_config(directory: Path) -> tuple[GlmConfig, tuple[int, int]]:
+def read_config(directory: Path) -> tuple[AnyConfig, tuple[int, int]]:
     """Sizes of the model, and those of the blocks of quantised weights.
 
     Raises:
@@ -84,25 +89,28 @@ def read_config(directory: Path) -> tuple[GlmConfig, tuple[int, int]]:
     path = directory / "config.json"
     raw = read_json(path)
     try:
-        return parse_config(raw), weight_block(raw.get("quantization_config"))
+        config = published_family(raw).parse(raw)
+        return config, weight_block(raw.get("quantization_config"))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
 def find_tensors(
-    directory: Path, config: GlmConfig, block: tuple[int, int] = DEFAULT_BLOCK
+    directory: Path, config: AnyConfig, block: tuple[int, int] = DEFAULT_BLOCK
 ) -> Published:
     """Locates every tensor of the model and checks names, shapes and types from the headers.
 
     Raises:
         UserError: See `load_hf`.
     """
+    family = family_of(config)
     return Published(
         directory,
-        published_shapes(config),
+        family.shapes(config),
         block=block,
-        canonical=canonical_name,
+        canonical=family.canonical,
         ignored=lambda name: _is_mtp(name, config.num_layers),
+        integers=family.integers(config),
     )
 
 
@@ -112,13 +120,13 @@ def _is_mtp(name: str, num_layers: int) -> bool:
     return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
 
 
-def _expert_format(config: GlmConfig, tensors: Published) -> str:
+def _expert_format(config: AnyConfig, tensors: Published) -> str:
     """The name of the format that all routed experts have.
 
     Raises:
         UserError: They have several, or one that is not supported.
     """
-    names = expert_names(config)
+    names = family_of(config).expert_names(config)
     if not names:
         return FLOAT
     first, formats = names[0], {name: tensors.quantised[name].weights for name in tensors.quantised}
@@ -131,11 +139,11 @@ def _expert_format(config: GlmConfig, tensors: Published) -> str:
     return name_of(formats[first]) if first in formats else FLOAT
 
 
-def _load_params(config: GlmConfig, tensors: Published, dtype: jnp.dtype, place: Place) -> Nested:
+def _load_params(config: AnyConfig, tensors: Published, dtype: jnp.dtype, place: Place) -> Nested:
     """The nested weights. Those that are dequantised get the compute dtype, which loses least."""
     nested = abstract_params(config)
     like = flatten(nested)
-    pieces = pieces_of(config, like)
+    pieces = family_of(config).pieces(config, like)
     for name, parts in pieces.items():
         if any(part.name in tensors.quantised and not part.stored for part in parts):
             like[name] = jax.ShapeDtypeStruct(like[name].shape, dtype)

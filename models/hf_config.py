@@ -56,15 +56,19 @@ _READ = {
     "torch_dtype", "quantization_config", "layer_types",
 }  # fmt: skip
 
-# Entries without an effect on the arithmetic of inference, or that only repeat others.
-_WITHOUT_EFFECT = {
+# Entries without an effect on the arithmetic of inference, or that only repeat others: of any
+# model, and of this one.
+WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
-    "chunk_size_feed_forward", "ep_size", "head_dim", "id2label", "index_share_for_mtp_iteration",
-    "initializer_range", "is_encoder_decoder", "label2id", "moe_layer_freq", "num_experts",
-    "num_key_value_heads", "num_local_experts", "num_nextn_predict_layers", "output_attentions",
+    "chunk_size_feed_forward", "ep_size", "id2label", "initializer_range", "is_encoder_decoder",
+    "label2id", "num_local_experts", "num_nextn_predict_layers", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
-    "problem_type", "qk_head_dim", "return_dict", "router_aux_loss_coef", "scale_fmt", "seq_aux",
+    "problem_type", "return_dict", "router_aux_loss_coef", "scale_fmt", "seq_aux",
     "transformers_version", "use_cache",
+}  # fmt: skip
+_WITHOUT_EFFECT = WITHOUT_EFFECT | {
+    "head_dim", "index_share_for_mtp_iteration", "moe_layer_freq", "num_experts",
+    "num_key_value_heads", "qk_head_dim",
 }  # fmt: skip
 _LAYER_TYPE = "indexed_attention"
 
@@ -99,14 +103,9 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
     if kind not in MODEL_TYPES:
         known = " and ".join(repr(known) for known in MODEL_TYPES)
         raise UserError(f"model_type is {kind!r}; only {known} are supported")
-    for name, value in _FIXED.items():
-        if raw.get(name, value) != value:
-            raise UserError(f"{name} is {raw[name]!r}; only {value!r} is supported")
+    refuse_other(raw, _FIXED)
     _check_known(raw)
-    missing = sorted(name for name in _SIZES.values() if name not in raw)
-    if missing:
-        raise UserError(f"the configuration lacks {len(missing)} entries: {', '.join(missing)}")
-    sizes = {ours: integer(raw, published) for ours, published in _SIZES.items()}
+    sizes = read_sizes(raw, _SIZES)
     return config_from_values(
         {
             **sizes,
@@ -127,6 +126,29 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
             "param_dtype": raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
         }
     )
+
+
+def refuse_other(raw: Mapping[str, Any], fixed: Mapping[str, object]) -> None:
+    """Raises UserError where an entry has another value than the only one that is implemented."""
+    for name, value in fixed.items():
+        if raw.get(name, value) != value:
+            raise UserError(f"{name} is {raw[name]!r}; only {value!r} is supported")
+
+
+def refuse_unknown(raw: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises UserError where an entry is set whose meaning is not known here."""
+    off = (None, False, "", 0)
+    unknown = sorted(name for name in raw if name not in known and raw[name] not in off)
+    if unknown:
+        raise UserError(f"unknown entries that may change what the model computes: {few(unknown)}")
+
+
+def read_sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
+    """Whole numbers by our names, from those published; all of them must be there."""
+    missing = sorted(name for name in names.values() if name not in raw)
+    if missing:
+        raise UserError(f"the configuration lacks {len(missing)} entries: {', '.join(missing)}")
+    return {ours: integer(raw, published) for ours, published in names.items()}
 
 
 def integer(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -219,11 +241,7 @@ def _check_known(raw: Mapping[str, Any]) -> None:
     types = raw.get("layer_types")
     if types is not None and (not isinstance(types, list) or set(types) != {_LAYER_TYPE}):
         raise UserError(f"layer_types holds more than {_LAYER_TYPE!r}, which is not supported")
-    known = _READ | _WITHOUT_EFFECT | _FIXED.keys() | set(_SIZES.values())
-    off = (None, False, "", 0)
-    unknown = sorted(name for name in raw if name not in known and raw[name] not in off)
-    if unknown:
-        raise UserError(f"unknown entries that may change what the model computes: {few(unknown)}")
+    refuse_unknown(raw, _READ | _WITHOUT_EFFECT | _FIXED.keys() | set(_SIZES.values()))
 
 
 def _index_rope_style(raw: Mapping[str, Any]) -> str:

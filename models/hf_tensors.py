@@ -6,6 +6,7 @@ experts that stay quantised.
 
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.models.params import Flat
+from dhisparse_jax.models.pieces import stacked_experts, stored_experts, whole_tensor
 from dhisparse_jax.models.stream import Piece, Pieces
 from dhisparse_jax.models.tensor_files import Shape
 
@@ -38,6 +39,7 @@ _IN_LAYER = {
     "mlp.shared.up.kernel": "mlp.shared_experts.up_proj.weight",
     "mlp.shared.down.kernel": "mlp.shared_experts.down_proj.weight",
 }
+_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _UP_PROJECTIONS = "self_attn.kv_b_proj.weight"
 
 
@@ -73,35 +75,29 @@ def pieces_of(config: GlmConfig, like: Flat) -> dict[str, Pieces]:
 def expert_names(config: GlmConfig) -> list[str]:
     """Published names of the matrices of all routed experts."""
     return [
-        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"
         for layer in range(config.num_dense_layers, config.num_layers)
         for expert in range(config.num_experts)
-        for part in ("gate", "up", "down")
+        for matrix in _EXPERT.values()
     ]
 
 
 def _pieces(config: GlmConfig, name: str, shape: Shape) -> Pieces:
     """What one array is made of: most are one tensor."""
     if name in _TOP:
-        return _one(_TOP[name], shape, transposed=name == "head.kernel")
+        return whole_tensor(_TOP[name], shape, transposed=name == "head.kernel")
     _, layer, rest = name.split(".", 2)
     prefix = f"model.layers.{layer}."
     if rest in _IN_LAYER:
-        return _one(prefix + _IN_LAYER[rest], shape, transposed=len(shape) == 2)
+        return whole_tensor(prefix + _IN_LAYER[rest], shape, transposed=len(shape) == 2)
     match rest.split("."):
         case ["attention", part]:
             return _heads(config, prefix + _UP_PROJECTIONS, part, shape)
         case ["mlp", part]:
-            return _experts(f"{prefix}mlp.experts", part, shape)
+            return stacked_experts(f"{prefix}mlp.experts", _EXPERT, part, shape)
         case ["mlp", "stored", part, kind]:
-            return _stored_experts(f"{prefix}mlp.experts", part, kind, shape)
+            return stored_experts(f"{prefix}mlp.experts", _EXPERT[part], kind, shape)
     raise KeyError(name)  # a weight of the model that this table has forgotten
-
-
-def _one(name: str, shape: Shape, *, transposed: bool) -> Pieces:
-    """A tensor as a whole."""
-    published = tuple(reversed(shape)) if transposed else shape
-    return (Piece(name, (0,) * len(shape), published, transposed=transposed),)
 
 
 def _heads(config: GlmConfig, name: str, part: str, shape: Shape) -> Pieces:
@@ -112,34 +108,6 @@ def _heads(config: GlmConfig, name: str, part: str, shape: Shape) -> Pieces:
     return tuple(
         Piece(name, (head, 0, 0), (rows, columns), first=head * both + skipped)
         for head in range(heads)
-    )
-
-
-def _experts(prefix: str, part: str, shape: Shape) -> Pieces:
-    """Matrices of all experts, stacked; `gate_up` has two of each side by side."""
-    experts, fan_in, fan_out = shape
-    sides = ("gate", "up") if part == "gate_up" else (part,)
-    width = fan_out // len(sides)
-    return tuple(
-        Piece(
-            f"{prefix}.{expert}.{side}_proj.weight",
-            (expert, 0, number * width),
-            (width, fan_in),
-            transposed=True,
-        )
-        for expert in range(experts)
-        for number, side in enumerate(sides)
-    )
-
-
-def _stored_experts(prefix: str, part: str, kind: str, shape: Shape) -> Pieces:
-    """Numbers or scales of all experts, stacked, as they are published."""
-    suffix = "_scale_inv" if kind == "scales" else ""
-    return tuple(
-        Piece(
-            f"{prefix}.{expert}.{part}_proj.weight{suffix}", (expert, 0, 0), shape[1:], stored=True
-        )
-        for expert in range(shape[0])
     )
 
 

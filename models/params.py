@@ -5,17 +5,21 @@ the names used on disk.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dhisparse_jax.configs.deepseek_v4 import V4Config
 from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.models.deepseek_v4.model import V4Model
 from dhisparse_jax.models.glm.model import GlmModel
 
 Nested = dict[Any, Any]  # str or layer number -> Nested or array
 Flat = dict[str, Any]
+AnyConfig = GlmConfig | V4Config
+AnyModel = GlmModel | V4Model
 
 _Model = TypeVar("_Model", bound=nnx.Module)
 
@@ -25,14 +29,25 @@ def params_of(model: nnx.Module) -> Nested:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def abstract_params(config: GlmConfig) -> Nested:
+def new_model(config: AnyConfig, dtype: jnp.dtype | type = jnp.float32) -> AnyModel:
+    """A model with initial weights."""
+    if isinstance(config, V4Config):
+        return V4Model(config, rngs=nnx.Rngs(0), dtype=dtype)
+    return GlmModel(config, rngs=nnx.Rngs(0), dtype=dtype)
+
+
+def abstract_params(config: AnyConfig) -> Nested:
     """Shapes and dtypes of the nested weights; nothing is allocated."""
-    return params_of(nnx.eval_shape(lambda: GlmModel(config, rngs=nnx.Rngs(0))))
+    return params_of(nnx.eval_shape(lambda: new_model(config)))
 
 
-def build_model(config: GlmConfig, params: Nested, dtype: jnp.dtype | type) -> GlmModel:
+@overload
+def build_model(config: GlmConfig, params: Nested, dtype: jnp.dtype | type) -> GlmModel: ...
+@overload
+def build_model(config: V4Config, params: Nested, dtype: jnp.dtype | type) -> V4Model: ...
+def build_model(config: AnyConfig, params: Nested, dtype: jnp.dtype | type) -> AnyModel:
     """A model with the given nested weights, computing in `dtype`. May be traced."""
-    return fill(lambda: GlmModel(config, rngs=nnx.Rngs(0), dtype=dtype), params)
+    return fill(lambda: new_model(config, dtype), params)
 
 
 def fill(make: Callable[[], _Model], params: Nested) -> _Model:

@@ -4,7 +4,7 @@ Between the files (`models.tensor_files`) and the models, which say which tensor
 here a tensor has one name, transformers', and quantised ones are seen as what they stand for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dhisparse_jax.models.quantised import (
 )
 from dhisparse_jax.models.tensor_files import (
     FLOATS,
+    INTEGERS,
     Header,
     Shape,
     check_header,
@@ -50,6 +51,7 @@ class Published:
         block: tuple[int, int] = DEFAULT_BLOCK,
         canonical: Callable[[str], str] = lambda name: name,
         ignored: Callable[[str], bool] = lambda name: False,
+        integers: Collection[str] = (),
     ) -> None:
         """Reads the headers of a directory and compares them with what the model needs.
 
@@ -59,6 +61,7 @@ class Published:
             block: rows and columns of a block of 8-bit numbers.
             canonical: the name in `expected` of a tensor by its name in the files.
             ignored: whether a tensor, by its name in `expected`, is none of the model's.
+            integers: names in `expected` of tensors of whole numbers.
 
         Raises:
             UserError: Missing or damaged files, or tensors that are missing, left over, wrongly
@@ -76,7 +79,7 @@ class Published:
             if is_quantised(header.dtype, shape):
                 self.quantised[name] = self._describe(name, header, shape, block)
             else:
-                check_header(name, header, shape, FLOATS)
+                check_header(name, header, shape, INTEGERS if name in integers else FLOATS)
         self.scales = {t.scale: self.headers[t.scale].shape for t in self.quantised.values()}
         check_names({**expected, **self.scales}, self.headers)
 

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.models.checkpoint import CONVERSION_FILE, OWN_WEIGHTS, load_checkpoint
-from dhisparse_jax.models.glm.decode import serve
-from dhisparse_jax.models.glm.model import GlmModel
+from dhisparse_jax.models.families import served
 from dhisparse_jax.models.hf import load_hf
+from dhisparse_jax.models.params import AnyConfig, AnyModel
 from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
@@ -58,8 +57,8 @@ def load(name: str, dtype: str = "float32", *, stored_experts: bool = True) -> L
         )
     if (directory / OWN_WEIGHTS).is_dir():
         return _load_own(name, directory, dtype)
-    config, model, _ = load_hf(directory, dtype=jnp.dtype(dtype), stored_experts=stored_experts)
-    return _published(name, directory, config, model, dtype)
+    loaded = load_hf(directory, dtype=jnp.dtype(dtype), stored_experts=stored_experts)
+    return _published(name, directory, loaded.config, loaded.model, dtype)
 
 
 def _load_own(name: str, directory: Path, dtype: str) -> LoadedModel:
@@ -75,7 +74,7 @@ def _load_own(name: str, directory: Path, dtype: str) -> LoadedModel:
 
 
 def _published(
-    name: str, directory: Path, config: GlmConfig, model: GlmModel, dtype: str
+    name: str, directory: Path, config: AnyConfig, model: AnyModel, dtype: str
 ) -> LoadedModel:
     tokenizer = load_tokenizer(directory, config.vocab_size)
     return _loaded(name, config, model, dtype, tokenizer, config.eos_ids)
@@ -83,16 +82,16 @@ def _published(
 
 def _loaded(
     name: str,
-    config: GlmConfig,
-    model: GlmModel,
+    config: AnyConfig,
+    model: AnyModel,
     dtype: str,
     tokenizer: Tokenizer,
     eos: tuple[int, ...],
 ) -> LoadedModel:
-    served, params = serve(model, dtype)
+    functions, params = served(model, dtype)
     return LoadedModel(
         name=name,
-        model=served,
+        model=functions,
         params=params,
         tokenizer=tokenizer,
         context=config.context,

@@ -25,6 +25,7 @@ Read = Callable[[str], np.ndarray]
 """From the name of a tensor to its values."""
 
 FLOATS = frozenset({"F32", "BF16", "F16"})
+INTEGERS = frozenset({"I32", "I64"})
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {

@@ -77,9 +77,8 @@ class HyperConnection(nnx.Module):
         """Rows by softmax, then columns and rows in turn (Sinkhorn and Knopp, 1967)."""
         by = lambda c, axis: c / (jnp.sum(c, axis=axis, keepdims=True) + self.epsilon)
         carry = by(jax.nn.softmax(logits, axis=-1) + self.epsilon, -2)
-        for _ in range(self.steps - 1):
-            carry = by(by(carry, -1), -2)
-        return carry
+        # A loop: unrolled, these steps would be most of what has to be compiled of a model.
+        return jax.lax.fori_loop(1, self.steps, lambda _, c: by(by(c, -1), -2), carry)
 
 
 class HyperHead(nnx.Module):

@@ -87,8 +87,7 @@ class V4Moe(nnx.Module):
             self.down = nnx.Param(down_init(rngs.params(), (experts, inner, width), param_dtype))
         else:
             self.gate_up = self.down = None
-        shared = config.num_shared_experts * inner
-        self.shared = BoundedMlp(config, shared, dtype=dtype, rngs=rngs)
+        self.shared = BoundedMlp(config, inner, dtype=dtype, rngs=rngs)
         self.limit, self.dtype = config.swiglu_limit, dtype
 
     def __call__(
