@@ -16,7 +16,6 @@ IndexerType = Literal["full", "shared"]
 RopeStyle = Literal["interleaved", "half-split"]
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class GlmConfig:
     """Sizes and constants of one model.

@@ -103,6 +103,18 @@ class Geometry:
         """Most records that so many new positions complete."""
         return -(-queries // self.rate)
 
+    def check_movable(self, what: str) -> None:
+        """Refuse what takes the history of a request elsewhere, where it is more than its records.
+
+        Raises:
+            UserError: what cannot be done, `what` with this model.
+        """
+        if self.kept:
+            raise UserError(
+                f"{what} is not possible with this model: beside records and index keys its layers "
+                "keep windows and unfinished entries, which stay in the request's row"
+            )
+
     def kept_of(self, pool: int) -> tuple[Kept, ...]:
         """What the layers of one pool keep."""
         return self.kept[pool] if self.kept else ()

@@ -142,9 +142,7 @@ def attend_prompt(
     with jax.named_scope("append"):
         words = pack(row[0].astype(row_format.dtype))
         first = layout.complete(cfg, opened.start)
-        records = lax.dynamic_update_slice(
-            opened.prompt.records, words, (first, jnp.int32(offset))
-        )
+        records = lax.dynamic_update_slice(opened.prompt.records, words, (first, jnp.int32(offset)))
     with jax.named_scope("attend"):
         attended = sparse_attention(
             query,
@@ -153,4 +151,6 @@ def attend_prompt(
             **layout.row_options(cfg, layer),
         )
     prompt = dataclasses.replace(opened.prompt, records=records)
-    return Attended(*attended), OpenPrompt(prompt=prompt, start=opened.start, selection=opened.selection)
+    return Attended(*attended), OpenPrompt(
+        prompt=prompt, start=opened.start, selection=opened.selection
+    )

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dhisparse_jax.speculation.schedule import Rule
 
 LEAST_TAIL = 16
+PAGE_POSITIONS = 16
+"""Of host memory, unless a record stands for another number of positions."""
 
 
 def load_model(
@@ -110,7 +112,8 @@ def make_engine(
     geometry = loaded.model.geometry
     rows = options.batch or min(requests, MOST_AT_ONCE)
     # A selection is never larger than the room for history.
-    capacity = min(max(positions + queries - 1, geometry.top_k), loaded.context)
+    selected = geometry.top_k * geometry.rate
+    capacity = min(max(positions + queries - 1, selected), loaded.context)
     config = HierarchyConfig(
         geometry=geometry,
         policy=Policy(options.policy.value),
@@ -119,6 +122,7 @@ def make_engine(
         queries=queries,
         hot_rows=options.hot_rows or default_hot_rows(geometry, rows, capacity),
         tail=max(LEAST_TAIL, 2 * queries),
+        host_page=geometry.rate * max(1, PAGE_POSITIONS // geometry.rate),
         record_selections=options.record,
     )
     draft = draft or protocol.NO_DRAFT

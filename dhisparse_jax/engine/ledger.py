@@ -67,12 +67,17 @@ class Ledger:
 
     @classmethod
     def of(cls, cfg: HierarchyConfig, parking: int | None = None) -> "Ledger":
-        """An empty ledger; by default, all free host memory can be parked in."""
+        """An empty ledger; by default, all free host memory can be parked in.
+
+        Nothing can where a history is more than its records: such a request stays in its row.
+        """
         pages = sum(layout.pages(cfg, number) for number in range(len(cfg.hot_pools)))
         every = cfg.requests * cfg.capacity
         total = Claim(every, pages, cfg.requests * cfg.pools * cfg.tail)
         floor = cfg.pools * cfg.floor_pages
         claim = Claim(cfg.capacity, floor, cfg.pools * cfg.tail)
+        if cfg.geometry.kept:
+            parking = 0
         return cls(total, claim, free_host_bytes() if parking is None else parking)
 
     @property

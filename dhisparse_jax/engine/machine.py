@@ -227,7 +227,12 @@ class Machine:
         return positions * (words * WORD_BYTES + keys) + self.sizes.draft_bytes // self.cfg.requests
 
     def capture(self, row: int, request: Request, draw: int, produced: Sequence[int]) -> Session:
-        """Copy everything that a row's request needs to go on; the row stays as it is."""
+        """Copy everything that a row's request needs to go on; the row stays as it is.
+
+        Raises:
+            UserError: its history is more than can be copied.
+        """
+        self.cfg.geometry.check_movable("a session")
         length, where = len(request.prompt) + len(produced) - 1, jnp.int32(row)
         pools = [
             jax.device_get(self.compiled.capture(self.state, pool, where, jnp.int32(length)))

@@ -35,6 +35,7 @@ class Sizes:
         index_bytes: index keys.
         table_bytes: slot maps, page tables and marks.
         draft_bytes: what the drafter keeps of every request.
+        kept_bytes: what layers keep beside records and index keys.
     """
 
     host_bytes: int
@@ -44,6 +45,7 @@ class Sizes:
     index_bytes: int
     table_bytes: int
     draft_bytes: int = 0
+    kept_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -60,10 +62,11 @@ def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     host = sum(size(pool.host) for pool in state.pools)
     index = sum(size(pool.index_keys) for pool in state.pools)
     every = sum(size(leaf) for leaf in jax.tree.leaves(state))
-    tables = every - host - index - hot - tail - staging
-    kept = jax.eval_shape(lambda: drafter.init(cfg.requests))
-    draft = sum(size(leaf) for leaf in jax.tree.leaves(kept))
-    return Sizes(host, hot, tail, staging, index, tables, draft)
+    beside = sum(size(leaf) for pool in state.pools for leaf in pool.kept)
+    tables = every - host - index - hot - tail - staging - beside
+    ring = jax.eval_shape(lambda: drafter.init(cfg.requests))
+    draft = sum(size(leaf) for leaf in jax.tree.leaves(ring))
+    return Sizes(host, hot, tail, staging, index, tables, draft, beside)
 
 
 def _regions(cfg: HierarchyConfig, number: int) -> tuple[int, int, int]:

@@ -80,10 +80,14 @@ class Recorder:
     Args:
         file: where to; it stays open.
         cfg: sizes of the engine's hierarchy; `record_selections` is set.
+
+    Raises:
+        UserError: there is more history than records, which a recording does not describe.
     """
 
     def __init__(self, file: BinaryIO, cfg: HierarchyConfig) -> None:
         assert cfg.record_selections  # else a step has nothing to record
+        cfg.geometry.check_movable("a recording of selections")
         self._file, self._bits = file, cfg.capacity.bit_length()
         self._active: set[int] = set()
         self._error: OSError | None = None

@@ -121,8 +121,9 @@ def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
     """Whether a session can go on in an engine.
 
     Raises:
-        UserError: it is of another model, or damaged, or too long.
+        UserError: it is of another model, or damaged, or too long, or no session can.
     """
+    cfg.geometry.check_movable("a session")
     name, length = session.request.name, len(session.text) - 1
     if session.model != model:
         raise UserError(

@@ -70,6 +70,7 @@ class Sharing:
         self._cfg = cfg
         self.pages = HostPages(cfg.host_page_count)
         self._prefixes = Prefixes(cfg.host_page)
+        self._shares = not cfg.geometry.kept  # else records are not all that a prefill needs
         self._pages_of: dict[int, Pages] = {}  # of rows with a request or with a finished text
         self._copied: dict[int, Pages] = {}  # page that a row in prefill copies from
         self._finished: dict[int, None] = {}  # rows that have only a text, the oldest first
@@ -151,7 +152,8 @@ class Sharing:
     def has(self, row: int, text: Sequence[int]) -> None:
         """The records of these tokens are in the row's pages: others can share them now."""
         self.pages.drop(self._copied.pop(row, _NOTHING))
-        self._prefixes.add(row, text)
+        if self._shares:
+            self._prefixes.add(row, text)
         self._refused = None
 
     def leave(self, row: int) -> None:

@@ -60,6 +60,11 @@ def _holders(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
     return np.stack([request, position, host.pools[pool].slot_of[request, position]])
 
 
+def _complete(host: Host, cfg: HierarchyConfig) -> np.ndarray:
+    """How many records of each request are complete."""
+    return host.length // cfg.geometry.rate
+
+
 def _as_on_the_host(
     host: Host,
     cfg: HierarchyConfig,
@@ -129,7 +134,7 @@ def _slots_owned(host: Host, cfg: HierarchyConfig) -> bool:
 def _hot_is_committed(host: Host, cfg: HierarchyConfig) -> bool:
     for pool in range(cfg.pools):
         request, position, _ = _holders(host, cfg, pool)
-        if (position >= layout.complete(cfg, host.length)[request]).any():
+        if (position >= _complete(host, cfg)[request]).any():
             return False
     return True
 
@@ -142,7 +147,7 @@ def _hot_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
     for request in np.flatnonzero(host.active).tolist():
-        count = int(layout.complete(cfg, host.length)[request])
+        count = int(_complete(host, cfg)[request])
         # Between steps the rows beyond the length are not written yet, or were rejected.
         position = np.arange(max(0, count - cfg.tail + cfg.fresh), count)
         for pool in range(cfg.pools):
@@ -188,7 +193,7 @@ def _ghosts_gone(host: Host, cfg: HierarchyConfig) -> bool:
         known = ghosts[: (ghosts >= 0).sum()]
         if (known < 0).any() or len(np.unique(known)) < len(known):
             return False
-        if (known >= layout.complete(cfg, host.length)[request]).any():
+        if (known >= _complete(host, cfg)[request]).any():
             return False
         if (host.pools[pool].slot_of[request, known] >= 0).any():
             return False

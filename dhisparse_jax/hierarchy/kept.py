@@ -47,9 +47,7 @@ def keep(
     return leaf.at[request, place].set(rows.astype(leaf.dtype), mode="drop")
 
 
-def kept_rows(
-    leaf: Leaf, kept: Kept, index: Int[Array, "R *t"]
-) -> Shaped[Array, "R *t W"]:
+def kept_rows(leaf: Leaf, kept: Kept, index: Int[Array, "R *t"]) -> Shaped[Array, "R *t W"]:
     """Rows by position or number; undefined where there is none."""
     place = jnp.maximum(_place(kept, index, leaf.shape[1]), 0)
     flat = place.reshape(place.shape[0], -1)

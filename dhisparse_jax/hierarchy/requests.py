@@ -117,7 +117,9 @@ def recall(
     """
     position = jnp.arange(cfg.records, dtype=jnp.int32)[None]
     rows = layout.host_rows(cfg, host_pages[None], position)
-    return retrieve_op(state.pools[pool].host, room, Fetches(rows, position, layout.complete(cfg, count)[None]))
+    return retrieve_op(
+        state.pools[pool].host, room, Fetches(rows, position, layout.complete(cfg, count)[None])
+    )
 
 
 def leave(state: HierarchyState, cfg: HierarchyConfig, request: Int[Array, ""]) -> HierarchyState:

@@ -172,11 +172,16 @@ NO_DRAFT = Draft(drafter=NoDraft(), params=())
 
 
 def check_draft(drafter: Drafter, cfg: HierarchyConfig) -> None:
-    """Refuse a drafter that reads layers which the target does not have.
+    """Refuse a drafter that reads layers which the target does not have, or has several streams of.
 
     Raises:
         UserError: with the layers.
     """
+    if drafter.taps and cfg.geometry.kept:
+        raise UserError(
+            "the draft reads layers of the target, but those of this model have no single stream; "
+            "use a draft that reads none"
+        )
     layers = sum(cfg.geometry.layers_per_pool)
     beyond = [layer for layer in drafter.taps if not 0 <= layer < layers]
     if beyond:

@@ -64,8 +64,10 @@ class Compressor(nnx.Module):
     def summed_positions(self, entry: Int[Array, "*n"]) -> Int[Array, "*n span"]:
         """Positions that an entry sums up; some of the first one's are negative with overlap."""
         end = (entry[..., None] + 1) * self.rate
-        return end - self.span + jnp.arange(self.span, dtype=jnp.int32).reshape(
-            (1,) * entry.ndim + (-1,)
+        return (
+            end
+            - self.span
+            + jnp.arange(self.span, dtype=jnp.int32).reshape((1,) * entry.ndim + (-1,))
         )
 
     def entries(

@@ -187,8 +187,15 @@ def _stretching(compress: Mapping[str, Any]) -> Yarn | None:
 
 def _rope_dim(raw: Mapping[str, Any], head: int, ropes: tuple[Mapping[str, Any], ...]) -> int:
     """Rotated channels: published as a number, or as a part of the head, in several places."""
-    parts = [*(rope.get("partial_rotary_factor") for rope in ropes), raw.get("partial_rotary_factor")]
-    found = {int(head * number({"partial_rotary_factor": part}, "partial_rotary_factor")) for part in parts if part is not None}
+    parts = [
+        *(rope.get("partial_rotary_factor") for rope in ropes),
+        raw.get("partial_rotary_factor"),
+    ]
+    found = {
+        int(head * number({"partial_rotary_factor": part}, "partial_rotary_factor"))
+        for part in parts
+        if part is not None
+    }
     if raw.get("qk_rope_head_dim") is not None:
         found.add(integer(raw, "qk_rope_head_dim"))
     if len(found) != 1:

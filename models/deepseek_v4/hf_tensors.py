@@ -193,9 +193,7 @@ def _entry_shapes(config: V4Config, layer: int) -> dict[str, Shape]:
         **_compressor_shapes(config, "attn.compressor", config.head_dim, rate, channels=2),
         "attn.indexer.wq_b.weight": (index, config.q_lora_rank),
         "attn.indexer.weights_proj.weight": (config.index_heads, config.hidden_size),
-        **_compressor_shapes(
-            config, "attn.indexer.compressor", config.index_dim, rate, channels=2
-        ),
+        **_compressor_shapes(config, "attn.indexer.compressor", config.index_dim, rate, channels=2),
     }
 
 

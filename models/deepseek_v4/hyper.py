@@ -71,9 +71,7 @@ class HyperConnection(nnx.Module):
             carry=self._doubly_stochastic(carry.reshape(*mix.shape[:-1], n, n)),
         )
 
-    def _doubly_stochastic(
-        self, logits: Float[Array, "*batch n n"]
-    ) -> Float[Array, "*batch n n"]:
+    def _doubly_stochastic(self, logits: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
         """Rows by softmax, then columns and rows in turn (Sinkhorn and Knopp, 1967)."""
         by = lambda c, axis: c / (jnp.sum(c, axis=axis, keepdims=True) + self.epsilon)
         carry = by(jax.nn.softmax(logits, axis=-1) + self.epsilon, -2)
@@ -99,9 +97,7 @@ class HyperHead(nnx.Module):
         return collapsed(x, jax.nn.sigmoid(logits + base) + self.epsilon)
 
 
-def collapsed(
-    x: Streams, weights: Float[Array, "*batch streams"]
-) -> Float[Array, "*batch width"]:
+def collapsed(x: Streams, weights: Float[Array, "*batch streams"]) -> Float[Array, "*batch width"]:
     """`sum_j weights_j X_j`, float32."""
     return jnp.sum(x.astype(jnp.float32) * weights[..., None], axis=-2)
 

@@ -50,9 +50,7 @@ class V4Router(nnx.Module):
         self.by_token = nnx.Param(jnp.zeros(table, jnp.int32)) if hashed else None
         self.chosen, self.scale = chosen, config.routed_scale
 
-    def __call__(
-        self, x: Float[Array, "*batch width"], tokens: Int[Array, "*batch"]
-    ) -> Routing:
+    def __call__(self, x: Float[Array, "*batch width"], tokens: Int[Array, "*batch"]) -> Routing:
         """Chooses experts for normalised inputs `x` of these token ids, in float32."""
         scores = jnp.sqrt(jax.nn.softplus(exact_dot(x, self.kernel[...])))
         if self.by_token is not None:

@@ -45,9 +45,7 @@ class Store:
     leaves: Mapping[Key, Shaped[Array, "R _ _"]]
     beside: Beside
 
-    def put(
-        self, key: Key, index: Int[Array, "R t"], rows: Shaped[Array, "R t width"]
-    ) -> "Store":
+    def put(self, key: Key, index: Int[Array, "R t"], rows: Shaped[Array, "R t width"]) -> "Store":
         """Write rows at positions, or at numbers of entries."""
         leaf = keep(self.leaves[key], self.kept[key], index, rows, self.beside.writes)
         return dataclasses.replace(self, leaves={**self.leaves, key: leaf})
