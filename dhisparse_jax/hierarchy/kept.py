@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from dhisparse_jax.config import Geometry, HierarchyConfig, Kept
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_pool
-from pallas_kernels.common.ids import dropping, masked
+from pallas_kernels.common.ids import NO_SLOT, dropping, masked
 from pallas_kernels.common.rows import pack
 from pallas_kernels.sparse_attention.api import sparse_attention
 
@@ -42,7 +42,7 @@ def keep(
     """
     count = leaf.shape[1]
     place = _place(kept, index, count)
-    place = dropping(masked(place, writes[:, None]), count)
+    place = dropping(jnp.where(writes[:, None], place, NO_SLOT), count)
     request = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[request, place].set(rows.astype(leaf.dtype), mode="drop")
 

@@ -40,8 +40,9 @@ def select(
 ) -> Int[Array, "R T K"]:
     """Selected records of every query, its own included; ties to the lowest position.
 
-    Query t sees positions 0 .. length + t, and the records that they complete; a query of an inactive request sees none, and so do
-    queries from `live` on. Scores are float32; NO_SLOT fills up where fewer than K are visible.
+    Query t sees positions 0 .. length + t, and the records that they complete; a query of an
+    inactive request sees none, and so do queries from `live` on. Scores are float32; NO_SLOT fills
+    up where fewer than K are visible.
     """
     positions = query_positions(state, cfg)
     sees = jnp.broadcast_to(state.active[:, None], positions.shape)

@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections (mHC): several residual streams, mixed at every sublayer.
 
 With streams X_j, a sublayer f reads x = sum_j pre_j X_j and writes
-X_k <- post_k f(x) + sum_j C[j, k] X_j, where pre, post and C follow from the streams themselves, and
-C is nearly doubly stochastic. Source: the DeepSeek-V4 report, section 2.2.
+X_k <- post_k f(x) + sum_j C[j, k] X_j, where pre, post and C follow from the streams themselves,
+and C is nearly doubly stochastic. Source: the DeepSeek-V4 report, section 2.2.
 
 All of it is float32 whatever the compute dtype.
 """

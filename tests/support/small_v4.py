@@ -1,0 +1,144 @@
+"""The small DeepSeek-V4 checkpoint in tests/fixtures, as a served model in engines."""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.request import Request
+from dhisparse_jax.hierarchy import Attended
+from dhisparse_jax.model import Beside
+from dhisparse_jax.models.deepseek_v4.decode import serve
+from dhisparse_jax.models.deepseek_v4.moe import V4Router
+from dhisparse_jax.models.hf import load_hf
+from dhisparse_jax.speculation.protocol import Draft, NoDraft, Proposal
+from pallas_kernels.common.rows import pack
+from pallas_kernels.sparse_attention.api import sparse_attention
+from pallas_kernels.top_k.api import top_k
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "deepseek_v4_tiny"
+TOKENS = np.load(FIXTURE / "inputs.npy")[0]
+LOGITS = np.load(FIXTURE / "logits.npy")
+CONTEXT, RATE, TOP_K = 64, 3, 4
+HOST_PAGE = 15
+POLICIES = {"resident": ("resident", 1), "fixed": ("fixed", 2), "adaptive": ("adaptive", 8)}
+"""Policy and hot rows: all records, half of K, and twice K on average."""
+
+
+@cache
+def model():
+    """The served model and its weights."""
+    return serve(load_hf(FIXTURE).model, "float32")
+
+
+def config(policy, hot_rows, *, requests=2, queries=1, **sizes):
+    return HierarchyConfig(
+        geometry=model()[0].geometry,
+        policy=Policy(policy),
+        requests=requests,
+        capacity=CONTEXT,
+        queries=queries,
+        hot_rows=hot_rows,
+        tail=max(2, 2 * queries),
+        host_page=HOST_PAGE,
+        **sizes,
+    )
+
+
+@cache
+def engine(policy, queries=1, chunk=16, **sizes):
+    """An engine shared by all tests of this process, for a policy by its name above."""
+    return Engine(*model(), config(*POLICIES[policy], queries=queries, **sizes), chunk=chunk)
+
+
+def request(length, new, seed=0, **options):
+    """A request with a random prompt."""
+    vocabulary = model()[0].vocabulary
+    prompt = tuple(np.random.default_rng(seed).integers(0, vocabulary, length).tolist())
+    return Request(name=f"{length}+{new}", prompt=prompt, max_new_tokens=new, **options)
+
+
+def dense(tokens):
+    """A whole text without a hierarchy.
+
+    Returns:
+        Logits, what every "selected" layer selects, and experts and weights of every layer.
+    """
+    logits, selections, routings = _dense(model()[1], jnp.asarray(tokens, jnp.int32)[None])
+    return np.asarray(logits[0]), [np.asarray(s[0]) for s in selections], routings
+
+
+@jax.jit
+def _dense(params, tokens):
+    served, (_, count) = model()[0], tokens.shape
+    geometry, selections, routings = served.geometry, [], []
+    positions = jnp.arange(count, dtype=jnp.int32)[None]
+    complete = (positions[0] + 1) // geometry.rate
+
+    def open_group(index):
+        dots = jnp.einsum("thd,ed->the", index.queries[0], index.keys[0], precision="highest")
+        scores = jnp.einsum("th,the->te", index.weights[0], jnp.maximum(dots, 0.0))
+        seen = jnp.arange(scores.shape[1])[None] < complete[:, None]
+        selections.append(top_k(jnp.where(seen, scores, -jnp.inf)[None], geometry.top_k))
+        return selections[-1]
+
+    def attend(selection, layer, rows, query):
+        attended = sparse_attention(
+            query,
+            pack(rows[0]),
+            selection,
+            offset=0,
+            row_format=jnp.dtype("float32"),
+            value_width=geometry.row.value_width,
+            scale=geometry.scale,
+        )
+        return Attended(*attended), selection
+
+    def spy(router, x, tokens, original=V4Router.__call__):
+        routings.append(original(router, x, tokens))
+        return routings[-1]
+
+    x = served.embed(params, tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(V4Router, "__call__", spy)
+        for pool, kept in enumerate(geometry.kept):
+            leaves = tuple(
+                jnp.zeros((1, leaf.rows(count, count), leaf.width), leaf.dtype) for leaf in kept
+            )
+            beside = Beside(tokens=tokens, kept=leaves, writes=jnp.ones(1, bool))
+            x = served.run_group(params, pool, x, positions, open_group, attend, (), beside).x
+    return served.logits(params, x), selections, routings
+
+
+@dataclasses.dataclass(frozen=True)
+class TableDrafter(NoDraft):
+    """Proposes what a table has for a position, and errs at every third one; reads no layers."""
+
+    length: int = 3
+
+    def propose(self, params, state, anchor, length, sampler):
+        position = length[:, None] + 1 + jnp.arange(self.length, dtype=jnp.int32)[None]
+        row = jnp.arange(anchor.shape[0], dtype=jnp.int32)[:, None]
+        tokens = params[row, jnp.minimum(position, params.shape[1] - 1)]
+        tokens = jnp.where(position % 3 == 0, (tokens + 1) % model()[0].vocabulary, tokens)
+        ones = jnp.ones(tokens.shape, jnp.float32)
+        return Proposal(
+            tokens=tokens,
+            candidates=tokens[..., None],
+            probabilities=ones[..., None],
+            confidence=ones,
+        )
+
+
+def table_draft(texts, length=3):
+    """A draft that knows a text of every row."""
+    table = np.zeros((len(texts), CONTEXT), np.int32)
+    for row, text in enumerate(texts):
+        table[row, : len(text)] = text
+    return Draft(drafter=TableDrafter(length=length), params=jnp.asarray(table))
