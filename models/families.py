@@ -32,7 +32,7 @@ class Family:
         parse: reads a published one.
         canonical: the one name that a published tensor has here, whoever wrote it.
         shapes: of all published tensors, by that name.
-        integers: names of those with whole numbers.
+        integers: names of those with whole numbers from 0 on, and how many there are of these.
         expert_names: names of the matrices of routed experts.
         pieces: what each of our arrays is made of.
         serve: a model and the dtype of its rows, as pure functions and weights.
@@ -44,7 +44,7 @@ class Family:
     parse: Callable[[Mapping[str, Any]], AnyConfig]
     canonical: Callable[[str], str]
     shapes: Callable[[Any], dict[str, Shape]]
-    integers: Callable[[Any], frozenset[str]]
+    integers: Callable[[Any], dict[str, int]]
     expert_names: Callable[[Any], list[str]]
     pieces: Callable[[Any, Flat], dict[str, Pieces]]
     serve: Callable[[Any, str], tuple[ServedModel, Params]]
@@ -57,7 +57,7 @@ GLM = Family(
     parse=parse_config,
     canonical=canonical_name,
     shapes=glm_tensors.published_shapes,
-    integers=lambda config: frozenset(),
+    integers=lambda config: {},
     expert_names=glm_tensors.expert_names,
     pieces=glm_tensors.pieces_of,
     serve=glm_decode.serve,

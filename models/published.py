@@ -4,8 +4,9 @@ Between the files (`models.tensor_files`) and the models, which say which tensor
 here a tensor has one name, transformers', and quantised ones are seen as what they stand for.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from dhisparse_jax.models.tensor_files import (
 )
 
 DEFAULT_BLOCK = (128, 128)
+NO_INTEGERS: Mapping[str, int] = MappingProxyType({})
 _ALL = slice(None)
 
 
@@ -51,7 +53,7 @@ class Published:
         block: tuple[int, int] = DEFAULT_BLOCK,
         canonical: Callable[[str], str] = lambda name: name,
         ignored: Callable[[str], bool] = lambda name: False,
-        integers: Collection[str] = (),
+        integers: Mapping[str, int] = NO_INTEGERS,
     ) -> None:
         """Reads the headers of a directory and compares them with what the model needs.
 
@@ -61,7 +63,8 @@ class Published:
             block: rows and columns of a block of 8-bit numbers.
             canonical: the name in `expected` of a tensor by its name in the files.
             ignored: whether a tensor, by its name in `expected`, is none of the model's.
-            integers: names in `expected` of tensors of whole numbers.
+            integers: names in `expected` of tensors of whole numbers from 0 on, and how many
+                there are of these.
 
         Raises:
             UserError: Missing or damaged files, or tensors that are missing, left over, wrongly
@@ -71,6 +74,7 @@ class Published:
         unused = {name for name in found if ignored(name)}
         self.unused = tuple(sorted(given for name, (given, _) in found.items() if name in unused))
         self.headers = {name: h for name, (_, h) in found.items() if name not in unused}
+        self._integers = integers
         self.quantised: dict[str, QuantisedTensor] = {}
         for name, shape in expected.items():
             header = self.headers.get(name)
@@ -92,12 +96,15 @@ class Published:
             stored: whether quantised numbers are meant as they are stored too.
 
         Raises:
-            UserError: They cannot be read, or are scales that nothing can be multiplied with.
+            UserError: They cannot be read, or are scales that nothing can be multiplied with, or
+                numbers of what there is not.
         """
         values = read_rows(name, self.headers[name], rows)
         tensor = self.quantised.get(name)
         if name in self.scales:
             self._check_scales(name, values)
+        if name in self._integers:
+            self._check_integers(name, values)
         if tensor is None or stored:
             return values
         first = rows.indices(tensor.shape[0])[0]
@@ -110,6 +117,17 @@ class Published:
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             raise UserError(f"{self.headers[name].file}: {name} is {wide[at]} at {list(at)}")
+
+    def _check_integers(self, name: str, values: np.ndarray) -> None:
+        """Raises UserError where a number is negative or too large."""
+        count = self._integers[name]
+        bad = (values < 0) | (values >= count)
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise UserError(
+                f"{self.headers[name].file}: {name} is {values[at]} at {list(at)}; it can be 0 to "
+                f"{count - 1}"
+            )
 
     def _describe(
         self, name: str, header: Header, shape: Shape, block: tuple[int, int]

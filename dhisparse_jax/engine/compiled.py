@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def _step(
     model: ServedModel,
     speculation: Speculation,
     cfg: HierarchyConfig,
-    *inputs: *tuple[Params, Params, Profile, DecodeState],
+    *inputs: Any,
 ) -> tuple[DecodeState, StepOutput]:
     """`decode_steps`, the state first.
 

@@ -123,7 +123,8 @@ class V4Served:
         assert beside is not None  # the geometry says that something is kept
         layers = nnx.merge(self.graph, params).layers
         store = open_store(self.config, self.geometry, pool, beside)
-        streams, opened = self._streams(x), None
+        streams = self._streams(x)
+        opened: Any = None
         for number in self.config.groups[pool]:
             block, place = layers[number], _Place(number, positions, open_group, attend)
             mixing = block.attention_hyper.mixing(streams)

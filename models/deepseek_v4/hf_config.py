@@ -171,8 +171,10 @@ def _ropes(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise UserError(f"the rope parameters are {given!r}, expected an object")
-    main, compress = ({}, given) if "main" not in given else (given["main"], given.get("compress"))
-    if not isinstance(main, Mapping) or not isinstance(compress, Mapping):
+    nothing: dict[str, Any] = {}
+    main, compress = given.get("main", nothing), given.get("compress", given)
+    both = all(isinstance(rope, Mapping) for rope in (main, compress))
+    if not both or ("main" in given) != ("compress" in given):
         raise UserError("rope_parameters has not both of 'main' and 'compress'")
     theta = number(raw, "compress_rope_theta", 1.6e5)
     plain = {"rope_theta": number(raw, "rope_theta", 1e4)}

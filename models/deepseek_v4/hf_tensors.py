@@ -122,9 +122,10 @@ def v4_expert_names(config: V4Config) -> list[str]:
     ]
 
 
-def v4_integers(config: V4Config) -> frozenset[str]:
-    """Published names of the tensors that hold expert numbers."""
-    return frozenset(f"layers.{layer}.{_BY_TOKEN}" for layer in range(config.num_hash_layers))
+def v4_integers(config: V4Config) -> dict[str, int]:
+    """Published names of the tensors that hold numbers of experts, and how many there are."""
+    layers = range(config.num_hash_layers)
+    return {f"layers.{layer}.{_BY_TOKEN}": config.num_experts for layer in layers}
 
 
 def _pieces(name: str, shape: Shape) -> Pieces:

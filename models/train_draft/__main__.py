@@ -10,6 +10,7 @@ import jax
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.checkpoint import load_checkpoint
+from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.registry import BUNDLED
 from dhisparse_jax.models.train.corpus import load_corpus
 from dhisparse_jax.models.train_draft.config import (
@@ -52,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("dhisparse_jax").setLevel(logging.INFO)
     try:
-        target_config, target = load_checkpoint(BUNDLED["tiny"])
-        draft = bundled_draft(options.draft, target_config)
+        _, target = load_checkpoint(BUNDLED["tiny"])
+        assert isinstance(target, GlmModel)  # what is bundled
+        draft = bundled_draft(options.draft, target.config)
         if options.smoke:
             config = smoke_config(draft, seed=options.seed)
         else:
