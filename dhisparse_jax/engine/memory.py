@@ -107,7 +107,12 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
     if jax.default_backend() == "cpu":
         return min(capacity, CPU_HOT_ROWS_PER_K * geometry.top_k)
     probe = HierarchyConfig(
-        geometry=geometry, policy=Policy.FIXED, requests=requests, capacity=capacity, hot_rows=1
+        geometry=geometry,
+        policy=Policy.FIXED,
+        requests=requests,
+        capacity=capacity,
+        hot_rows=1,
+        host_page=geometry.rate,  # any that is possible
     )
     per_row = requests * sum(4 * probe.record_words(pool) for pool in range(probe.pools))
     return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))

@@ -17,7 +17,7 @@ from dhisparse_jax.model import Beside
 from dhisparse_jax.models.deepseek_v4.decode import serve
 from dhisparse_jax.models.deepseek_v4.moe import V4Router
 from dhisparse_jax.models.hf import load_hf
-from dhisparse_jax.speculation.protocol import Draft, NoDraft, Proposal
+from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, NoDraft, Proposal
 from pallas_kernels.common.rows import pack
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.top_k.api import top_k
@@ -52,9 +52,15 @@ def config(policy, hot_rows, *, requests=2, queries=1, **sizes):
 
 
 @cache
-def engine(policy, queries=1, chunk=16, **sizes):
-    """An engine shared by all tests of this process, for a policy by its name above."""
-    return Engine(*model(), config(*POLICIES[policy], queries=queries, **sizes), chunk=chunk)
+def engine(policy, queries=1):
+    """An engine shared by all tests of this process: compiling one takes long.
+
+    With several queries it has a draft, whose texts a test sets. Prompts are prefilled in pieces
+    that end anywhere in a window or a stretch.
+    """
+    cfg = config(*POLICIES[policy], queries=queries, record_selections=queries > 1)
+    draft = table_draft([[0], [0]], queries - 1) if queries > 1 else NO_DRAFT
+    return Engine(*model(), cfg, chunk=5, draft=draft)
 
 
 def request(length, new, seed=0, **options):
@@ -136,7 +142,7 @@ class TableDrafter(NoDraft):
         )
 
 
-def table_draft(texts, length=3):
+def table_draft(texts, length):
     """A draft that knows a text of every row."""
     table = np.zeros((len(texts), CONTEXT), np.int32)
     for row, text in enumerate(texts):

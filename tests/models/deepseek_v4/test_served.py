@@ -63,8 +63,8 @@ def failed(served):
         ("resident", 4, 1),
         ("fixed", 1, 20),
         ("fixed", 4, 14),
-        ("adaptive", 4, 33),
         ("adaptive", 1, 6),
+        pytest.param("adaptive", 4, 33, marks=pytest.mark.slow),
     ],
 )
 def test_logits_are_those_of_transformers(policy, queries, split):
@@ -72,26 +72,33 @@ def test_logits_are_those_of_transformers(policy, queries, split):
     assert np.abs(logits - LOGITS).max() < 4e-5
 
 
-@pytest.mark.parametrize("queries", [1, 4])
-def test_policies_agree_bit_for_bit(queries):
+@pytest.mark.parametrize(
+    ("policy", "queries"),
+    [
+        ("fixed", 1),
+        ("adaptive", 1),
+        ("fixed", 4),
+        pytest.param("adaptive", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_policies_agree_bit_for_bit(policy, queries):
     """Also where records come from the host."""
     expected, none = forced(engine("resident", queries), 9)
-    for policy in ("fixed", "adaptive"):
-        logits, fetched = forced(engine(policy, queries), 9)
-        assert np.array_equal(logits, expected)
-        assert fetched > 0 or policy == "adaptive"
+    logits, fetched = forced(engine(policy, queries), 9)
+    assert np.array_equal(logits, expected)
     assert none == 0
+    assert fetched > 0 or policy == "adaptive"
 
 
+@pytest.mark.slow
 def test_pieces_of_a_prompt_do_not_matter():
-    """Chunks that begin and end anywhere in a stretch."""
-    for chunk in (1, 5, 49):
+    for chunk in (1, 16, 49):
         logits, _ = forced(Engine(*model(), config("resident", 1), chunk=chunk), 40)
         assert np.abs(logits - LOGITS).max() < 4e-5
 
 
 def test_selected_entries_are_those_of_transformers():
-    served = Engine(*model(), config("fixed", 2, queries=2, record_selections=True), chunk=16)
+    served = engine("fixed", 4)
     selected, found = np.load(FIXTURE / "selected.npz"), []
     logits = forced_logits(served, TOKENS.tolist(), 7)
     for event in logits:
@@ -100,7 +107,8 @@ def test_selected_entries_are_those_of_transformers():
     for pool, layer in enumerate((1, 4)):
         rows = np.concatenate([step[pool] for step in found])
         expected = np.sort(np.where(selected[f"layer_{layer}"] < 0, 99, selected[f"layer_{layer}"]))
-        assert np.array_equal(np.where(rows < 0, 99, rows), expected[7:])
+        found_rows = np.where(rows < 0, 99, rows)[: len(TOKENS) - 7]  # the last step is not full
+        assert np.array_equal(found_rows, expected[7:])
 
 
 @cache
@@ -136,20 +144,14 @@ def test_rejected_tokens_leave_no_trace(policy):
     """A draft that errs at every third position; what it wrote is in no later token."""
     for number, asked in enumerate(REQUESTS[:3]):
         text = alone()[number]
-        served = drafted(policy)
-        table = table_draft([text, text]).params
+        served = engine(policy, 4)
+        table = table_draft([text, text], 3).params
         served.draft_params = jax.device_put(table, jax.devices()[0])
         result = run(served, [asked])
         assert result.tokens[0] == text[len(asked.prompt) :]
         assert failed(served) == []
         if len(result.tokens[0]) > 10:
             assert 0 < sum(result.acceptance.accepted) < sum(result.acceptance.verified)
-
-
-@cache
-def drafted(policy):
-    cfg = config(*POLICIES[policy], queries=4)
-    return Engine(*model(), cfg, chunk=16, draft=table_draft([[0], [0]]))
 
 
 def test_nothing_is_shared_between_requests():
@@ -175,15 +177,17 @@ def test_what_would_move_a_history_is_refused_in_one_line():
 
 
 def test_an_urgent_request_waits_for_a_row():
-    served = engine("fixed", requests=1)
-    first = served.submit(REQUESTS[0])
-    for _ in range(3):
+    served = engine("fixed")
+    running = [served.submit(asked) for asked in REQUESTS[:2]]
+    for _ in range(9):
         list(served.advance())
-    second = served.submit(REQUESTS[4], priority=1)
+    urgent = served.submit(REQUESTS[4], priority=1)
+    assert served.counts == (2, 1)
     ends = []
     while not served.idle:
         ends += [event.request for event in served.advance() if isinstance(event, Finished)]
-    assert ends == [first, second]
+    assert set(ends) == {urgent, *running}
+    assert ends[0] != urgent
 
 
 def test_drafts_that_read_layers_and_recordings_are_refused(tmp_path):
