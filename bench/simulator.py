@@ -184,7 +184,8 @@ def _empty(cfg: HierarchyConfig) -> HierarchyState:
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         name = path[-1].name
-        shape = (*leaf.shape[:-1], 0) if name in ("host", "slots", "index_keys") else leaf.shape
+        words = name in ("host", "slots") or ".index_keys" in jax.tree_util.keystr(path)
+        shape = (*leaf.shape[:-1], 0) if words else leaf.shape
         return jnp.full(shape, FILL.get(name, 0), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))

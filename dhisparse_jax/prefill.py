@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
+from dhisparse_jax.hierarchy.formats import StoredKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.rows import pack
 from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.top_k.api import top_k
@@ -26,14 +26,14 @@ from pallas_kernels.top_k.api import top_k
 
 @pytree
 class Prompt:
-    """Records and index keys of one prompt in one group; row = position, P rows.
+    """Records and index keys of one prompt in one group, as they are stored; row = position, P rows.
 
     P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
     at any position.
     """
 
     records: Int[Array, "P W"]
-    keys: Float[Array, "P index"]
+    keys: StoredKeys
 
 
 @pytree
@@ -55,7 +55,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     rows = padded_capacity(cfg, chunk) + chunk
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
-        keys=jnp.zeros((rows, cfg.geometry.index_width), cfg.geometry.index_dtype),
+        keys=no_keys(cfg.geometry, rows),
     )
 
 
@@ -82,7 +82,11 @@ def begin_prompt(
     empty = empty_prompt(cfg, pool, chunk)
     return Prompt(
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
-        keys=empty.keys.at[: cfg.capacity].set(state.pools[pool].index_keys[request]),
+        keys=jax.tree.map(
+            lambda room, every: room.at[: cfg.capacity].set(every[request]),
+            empty.keys,
+            state.pools[pool].index_keys,
+        ),
     )
 
 
@@ -98,11 +102,15 @@ def open_prompt(
         index: what the indexer computed; R = 1, T = tokens in the chunk.
     """
     with jax.named_scope("append"):
-        fresh = index.keys[0].astype(prompt.keys.dtype)
-        keys = lax.dynamic_update_slice(prompt.keys, fresh, (start, jnp.int32(0)))
+        keys = jax.tree.map(
+            lambda every, fresh: lax.dynamic_update_slice_in_dim(every, fresh, start, axis=0),
+            prompt.keys,
+            stored_keys(cfg.geometry, index.keys[0]),
+        )
     with jax.named_scope("select"):
-        visible = start + 1 + jnp.arange(fresh.shape[0], dtype=jnp.int32)[None]
-        scores = index_scores(index.queries, index.weights, keys[None], visible)
+        visible = start + 1 + jnp.arange(index.keys.shape[1], dtype=jnp.int32)[None]
+        one = jax.tree.map(lambda every: every[None], keys)
+        scores = index_scores(index.queries, index.weights, one, visible)
         selection = top_k(scores, cfg.geometry.top_k)
     prompt = Prompt(records=prompt.records, keys=keys)
     return OpenPrompt(prompt=prompt, start=start, selection=selection)
@@ -122,7 +130,7 @@ def attend_prompt(
     row_format = cfg.geometry.row
     offset = layer * row_format.words
     with jax.named_scope("append"):
-        words = pack(row[0].astype(row_format.dtype))
+        words = stored_rows(row_format, row[0])
         records = lax.dynamic_update_slice(
             opened.prompt.records, words, (opened.start, jnp.int32(offset))
         )

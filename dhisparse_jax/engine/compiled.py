@@ -223,7 +223,7 @@ def _capture(
     room = jnp.zeros((cfg.capacity, cfg.record_words(pool)), jnp.int32)
     return Prompt(
         records=requests.recall(state, cfg, pool, state.host_page_of[row], length, room),
-        keys=state.pools[pool].index_keys[row],
+        keys=jax.tree.map(lambda every: every[row], state.pools[pool].index_keys),
     )
 
 
@@ -236,8 +236,8 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    records, keys = prompt.records[: cfg.capacity], prompt.keys[: cfg.capacity]
-    return requests.admit_prompt(state, cfg, pool, row, records, keys, kept)
+    own = jax.tree.map(lambda rows: rows[: cfg.capacity], prompt)
+    return requests.admit_prompt(state, cfg, pool, row, own.records, own.keys, kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with

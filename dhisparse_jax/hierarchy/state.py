@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.pytree import state
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
@@ -46,7 +48,7 @@ class PoolState:
     host: Int[Array, "H W"]
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
-    index_keys: Float[Array, "R C index"]
+    index_keys: Keys
 
 
 @state
@@ -136,7 +138,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
             host=shape((cfg.host_page_count * cfg.host_page, cfg.record_words(pool)), i32),
             slot_of=shape((r, c), i32),
             pages=shape((r, cfg.max_pages), i32),
-            index_keys=shape((r, c, cfg.geometry.index_width), cfg.geometry.index_dtype),
+            index_keys=key_shapes(cfg.geometry, r, c),
         )
         for pool in range(cfg.pools)
     )
