@@ -19,6 +19,9 @@ MAX_PAGE_SLOTS = 16
 MOST_SCALED = 128
 """Numbers of an fp8 row that share a scale, at most."""
 
+FP8 = "fp8"
+"""What formats are called that have numbers of 8 bits, with scales."""
+
 SCALED_KEYS = "float8_e4m3fn"
 """The `index_dtype` of index keys in fp8, which have a float32 scale each."""
 
@@ -74,6 +77,11 @@ class RowFormat:
         return cls(width=latent + rest, value_width=latent, dtype=scaled)
 
     @property
+    def name(self) -> str:
+        """The dtype, or "fp8"."""
+        return self.dtype if isinstance(self.dtype, str) else FP8
+
+    @property
     def words(self) -> int:
         """int32 words in a row."""
         if isinstance(self.dtype, ScaledRow):
@@ -104,10 +112,15 @@ class Geometry:
     index_power_scales: bool = False
 
     @property
+    def index_format(self) -> str:
+        """The dtype of the index keys, or "fp8"."""
+        return FP8 if self.index_dtype == SCALED_KEYS else self.index_dtype
+
+    @property
     def key_bytes(self) -> int:
         """Bytes of an index key, with its scale."""
         numbers = self.index_width * jnp.dtype(self.index_dtype).itemsize
-        return numbers + (4 if self.index_dtype == SCALED_KEYS else 0)
+        return numbers + (WORD_BYTES if self.index_dtype == SCALED_KEYS else 0)
 
     @property
     def position_bytes(self) -> int:

@@ -26,9 +26,9 @@ from pallas_kernels.top_k.api import top_k
 
 @pytree
 class Prompt:
-    """Records and index keys of one prompt in one group, as they are stored; row = position, P rows.
+    """Records and index keys of one prompt in one group, as they are stored; row = position.
 
-    P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
+    There are P rows. P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
     at any position.
     """
 

@@ -53,7 +53,7 @@ _READ = {
     "norm_topk_prob", "routed_scaling_factor", "indexer_types", "index_topk_pattern",
     "index_topk_freq", "index_skip_topk_offset", "indexer_rope_interleave", "rope_theta",
     "rope_parameters", "rope_scaling", "rms_norm_eps", "bos_token_id", "eos_token_id", "dtype",
-    "torch_dtype", "quantization_config", "layer_types",
+    "torch_dtype", "quantization_config", "layer_types", "scale_fmt",
 }  # fmt: skip
 
 # Entries without an effect on the arithmetic of inference, or that only repeat others.
@@ -63,7 +63,7 @@ _WITHOUT_EFFECT = {
     "initializer_range", "is_encoder_decoder", "label2id", "moe_layer_freq", "num_experts",
     "num_key_value_heads", "num_local_experts", "num_nextn_predict_layers", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
-    "problem_type", "qk_head_dim", "return_dict", "router_aux_loss_coef", "scale_fmt", "seq_aux",
+    "problem_type", "qk_head_dim", "return_dict", "router_aux_loss_coef", "seq_aux",
     "transformers_version", "use_cache",
 }  # fmt: skip
 _LAYER_TYPE = "indexed_attention"
@@ -125,6 +125,7 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
             "bos_id": raw.get("bos_token_id"),
             "eos_ids": eos_ids(raw),
             "param_dtype": raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
+            "power_scales": _scale_format(raw) == "ue8m0",
         }
     )
 
@@ -224,6 +225,14 @@ def _check_known(raw: Mapping[str, Any]) -> None:
     unknown = sorted(name for name in raw if name not in known and raw[name] not in off)
     if unknown:
         raise UserError(f"unknown entries that may change what the model computes: {few(unknown)}")
+
+
+def _scale_format(raw: Mapping[str, Any]) -> object:
+    """What scales of fp8 activations are: "ue8m0" for powers of two, which DeepSeek's are."""
+    quantisation = raw.get("quantization_config")
+    inner = quantisation.get("scale_fmt") if isinstance(quantisation, Mapping) else None
+    given = raw.get("scale_fmt") or inner
+    return given or ("ue8m0" if raw["model_type"] == DEEPSEEK else None)
 
 
 def _index_rope_style(raw: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
@@ -30,6 +31,7 @@ class DecodeOptions:
 
     model: str
     dtype: opt.DtypeName
+    formats: fmt.FormatOptions
     prompt_files: tuple[str, ...]
     max_new_tokens: int
     hierarchy: opt.HierarchyOptions
@@ -45,6 +47,8 @@ def decode(  # noqa: PLR0913  # one parameter an option
     prompt_file: opt.PromptFiles = None,
     max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
+    kv_format: fmt.KvFormat = None,
+    index_format: fmt.IndexFormat = None,
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
@@ -68,6 +72,7 @@ def decode(  # noqa: PLR0913  # one parameter an option
         DecodeOptions(
             model=model,
             dtype=dtype,
+            formats=fmt.FormatOptions(kv_format, index_format),
             prompt_files=tuple(prompt_file or ()),
             max_new_tokens=max_new_tokens,
             hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
@@ -140,7 +145,7 @@ def prepare(
     """Load the model, encode the prompts, and make an engine that they fit into."""
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
-    loaded = load_model(options.model, options.dtype)
+    loaded = load_model(options.model, options.dtype, options.formats)
     draft = load_draft(options.draft, loaded)
     if not prompts:
         prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))

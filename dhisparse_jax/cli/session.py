@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dhisparse_jax.cli.format_options import FormatOptions
 from dhisparse_jax.cli.options import (
     MOST_AT_ONCE,
     NO_DRAFT,
@@ -28,17 +29,25 @@ if TYPE_CHECKING:
     from dhisparse_jax.speculation.schedule import Rule
 
 LEAST_TAIL = 16
+AS_STORED = FormatOptions()
 
 
 def load_model(
     name: str,
     dtype: DtypeName = DtypeName.FLOAT32,
+    formats: FormatOptions = AS_STORED,
     experts: ExpertsName = ExpertsName.STORED,
 ) -> "LoadedModel":
     """Load `tiny` or a checkpoint folder. Raises UserError where there is none that works."""
     from dhisparse_jax.models import registry
 
-    return registry.load(name, dtype.value, stored_experts=experts is ExpertsName.STORED)
+    return registry.load(
+        name,
+        dtype.value,
+        stored_experts=experts is ExpertsName.STORED,
+        kv_format=formats.rows and formats.rows.value,
+        index_format=formats.keys and formats.keys.value,
+    )
 
 
 def load_draft(options: DraftOptions, loaded: "LoadedModel") -> "Draft":
@@ -147,4 +156,6 @@ def setting_of(loaded: "LoadedModel", policy: PolicyName, draft: str = NO_DRAFT)
         jax_version=jax.__version__,
         policy=policy.value,
         draft=draft,
+        kv_format=loaded.model.geometry.row.name,
+        index_format=loaded.model.geometry.index_format,
     )
