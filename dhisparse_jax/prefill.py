@@ -28,8 +28,8 @@ from pallas_kernels.top_k.api import top_k
 class Prompt:
     """Records and index keys of one prompt in one group, as they are stored; row = position.
 
-    There are P rows. P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
-    at any position.
+    P rows: the capacity rounded up to whole chunks, and one chunk more, since the first of them may
+    start at any position.
     """
 
     records: Int[Array, "P W"]
