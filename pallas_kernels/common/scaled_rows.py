@@ -100,7 +100,8 @@ def scales_of(
 
     With `power_scales` the next power of two that is not below it, so no number overflows.
     """
-    scales = jnp.maximum(jnp.abs(groups).max(axis=-1) / E4M3_MAX, LEAST_SCALE)
+    # Not divided: compilers multiply with the inverse, but not wherever it is the same number.
+    scales = jnp.maximum(jnp.abs(groups).max(axis=-1) * (1.0 / E4M3_MAX), LEAST_SCALE)
     if not power_scales:
         return scales
     # The bits of a logarithm differ between devices, those of a number do not.

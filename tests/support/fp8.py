@@ -6,7 +6,8 @@ import numpy as np
 
 def scaled_numbers(groups, power_scales=False):
     """The e4m3 numbers of groups of float32 numbers (the last axis), and a scale for each group."""
-    scales = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(2.0**-120))
+    inverse = np.float32(1 / 448)
+    scales = np.maximum(np.abs(groups).max(axis=-1) * inverse, np.float32(2.0**-120))
     if power_scales:
         fraction, exponent = np.frexp(scales)  # scale = fraction * 2**exponent, 0.5 <= fraction < 1
         scales = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
