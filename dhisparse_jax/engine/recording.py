@@ -100,7 +100,7 @@ class Recorder:
             ("join", lambda result, state, row, length, _: self._join(int(row), int(length))),
             ("admit", lambda result, state, pool, row, *_: self._event(ADMIT, int(row), pool)),
             ("leave", lambda result, state, row: self._leave(int(row))),
-            ("step", lambda result, *_: self._steps(result[0])),
+            ("step", lambda result, *_: self._steps(result[1])),
         ):
             setattr(compiled, name, _followed(getattr(compiled, name), note))
 
