@@ -98,7 +98,7 @@ def _arrays(session: Session) -> dict[str, np.ndarray]:
     return {name: array for name, array in named.items() if name not in scaled} | parts
 
 
-def _array(arrays: dict[str, np.ndarray], name: str) -> np.ndarray | ScaledKeys:
+def _array(arrays: dict[str, Any], name: str) -> np.ndarray | ScaledKeys:
     """The reverse of `_arrays` for one name."""
     if name in arrays:
         return arrays[name]
