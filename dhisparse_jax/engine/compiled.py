@@ -109,7 +109,10 @@ def _step(
     model: ServedModel,
     speculation: Speculation,
     cfg: HierarchyConfig,
-    *inputs: *tuple[Params, Params, Profile, DecodeState],
+    params: Params,
+    draft_params: Params,
+    profile: Profile,
+    state: DecodeState,
 ) -> tuple[DecodeState, StepOutput]:
     """`decode_steps`, the state first.
 
@@ -117,7 +120,9 @@ def _step(
     stays where it is from step to step, those of the output must come after them: a GPU launches
     the step as one graph, and every kernel whose operands have moved costs microseconds there.
     """
-    output, state = decode_steps(steps, model, speculation, cfg, *inputs)
+    output, state = decode_steps(
+        steps, model, speculation, cfg, params, draft_params, profile, state
+    )
     return state, output
 
 
