@@ -14,6 +14,9 @@ from dhisparse_jax.models.text import few
 GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
 MODEL_TYPES = (GLM, DEEPSEEK)
 
+MTP_LAYERS = "num_nextn_predict_layers"
+"""The entry with the number of layers that only propose tokens, behind those of the model."""
+
 # Our name: the published name.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -61,7 +64,7 @@ _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
     "chunk_size_feed_forward", "ep_size", "head_dim", "id2label", "index_share_for_mtp_iteration",
     "initializer_range", "is_encoder_decoder", "label2id", "moe_layer_freq", "num_experts",
-    "num_key_value_heads", "num_local_experts", "num_nextn_predict_layers", "output_attentions",
+    "num_key_value_heads", "num_local_experts", MTP_LAYERS, "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
     "problem_type", "qk_head_dim", "return_dict", "router_aux_loss_coef", "seq_aux",
     "transformers_version", "use_cache",

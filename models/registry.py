@@ -22,19 +22,23 @@ class LoadedModel:
 
     Attributes:
         name: as it was asked for.
+        directory: where its files are.
         model: the model as pure functions.
         params: its weights.
         tokenizer: text to token ids and back.
         context: most positions, prompt and new tokens together.
         eos: token ids that end a text.
+        unused: names of tensors of a published checkpoint that the model has no use for.
     """
 
     name: str
+    directory: Path
     model: ServedModel
     params: Params
     tokenizer: Tokenizer
     context: int
     eos: tuple[int, ...]
+    unused: tuple[str, ...] = ()
 
 
 def load(
@@ -67,18 +71,20 @@ def load(
         )
     compute = jnp.dtype(dtype)
     if (directory / OWN_WEIGHTS).is_dir():
-        config, model = load_checkpoint(directory, dtype=compute)
+        (config, model), unused = load_checkpoint(directory, dtype=compute), ()
     else:
-        config, model, _ = load_hf(directory, dtype=compute, stored_experts=stored_experts)
+        config, model, unused = load_hf(directory, dtype=compute, stored_experts=stored_experts)
     tokenizer, ends = _text(directory, config)
     served, params = serve(model, dtype, kv_format, index_format)
     return LoadedModel(
         name=name,
+        directory=directory,
         model=served,
         params=params,
         tokenizer=tokenizer,
         context=config.context,
         eos=ends,
+        unused=unused,
     )
 
 

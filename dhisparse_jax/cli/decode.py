@@ -33,6 +33,7 @@ class DecodeOptions:
     dtype: opt.DtypeName
     formats: fmt.FormatOptions
     prompt_files: tuple[str, ...]
+    chat: bool
     max_new_tokens: int
     hierarchy: opt.HierarchyOptions
     draft: opt.DraftOptions
@@ -45,6 +46,7 @@ class DecodeOptions:
 def decode(  # noqa: PLR0913  # one parameter an option
     model: opt.Model = opt.BUNDLED_MODEL,
     prompt_file: opt.PromptFiles = None,
+    chat: opt.Chat = False,
     max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
     kv_format: fmt.KvFormat = None,
@@ -74,6 +76,7 @@ def decode(  # noqa: PLR0913  # one parameter an option
             dtype=dtype,
             formats=fmt.FormatOptions(kv_format, index_format),
             prompt_files=tuple(prompt_file or ()),
+            chat=chat,
             max_new_tokens=max_new_tokens,
             hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
             draft=opt.DraftOptions.of(model, draft, draft_length),
@@ -169,7 +172,7 @@ def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) 
     from dhisparse_jax.engine.request import Request
     from dhisparse_jax.sampling import Sampling
 
-    tokens = encode(loaded, prompt)
+    tokens = encode(loaded, prompt, chat=options.chat)
     if len(tokens) >= loaded.context:
         raise UserError(
             f"{prompt.name} has {len(tokens):,} tokens; {loaded.name} has a context of "
