@@ -149,7 +149,7 @@ def test_a_session_goes_on_from_disk(tmp_path):
     save_session(tmp_path, served.save(number))
     drain(served, heard)
     session = load_session(tmp_path)
-    assert session.nbytes == served.machine.session_bytes(len(session.text) - 1)
+    assert session.nbytes == served.session_bytes(len(session.text) - 1)
     other = engine("fp8", "fixed")
     resumed = other.resume(session)
     rest = drain(other).tokens[resumed]
