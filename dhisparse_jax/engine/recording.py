@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.engine.output import unpacked
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.step import StepOutput
 from pallas_kernels.common.scaled_rows import ScaledRow
@@ -100,7 +100,7 @@ class Recorder:
             ("join", lambda result, state, row, length, _: self._join(int(row), int(length))),
             ("admit", lambda result, state, pool, row, *_: self._event(ADMIT, int(row), pool)),
             ("leave", lambda result, state, row: self._leave(int(row))),
-            ("step", lambda result, *_: self._steps(result[1])),
+            ("step", lambda result, *_: self._steps(unpacked(result[1]))),
         ):
             setattr(compiled, name, _followed(getattr(compiled, name), note))
 
@@ -126,7 +126,7 @@ class Recorder:
     def _steps(self, output: StepOutput) -> None:
         """The steps of one dispatch."""
         rows = np.array(sorted(self._active), np.int32)
-        for count, selection in zip(*jax.device_get((output.count, output.selection)), strict=True):
+        for count, selection in zip(output.count, output.selection, strict=True):
             self._event(STEP, len(rows), 0)
             for numbers in (rows, count[rows]):
                 self._write(numbers.astype("<i4").tobytes())
