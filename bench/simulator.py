@@ -207,7 +207,8 @@ def _admit(
     cfg: HierarchyConfig, state: HierarchyState, pool: int, row: Int[Array, ""]
 ) -> HierarchyState:
     nothing = jnp.zeros((cfg.capacity, 0), jnp.int32)
-    return requests.admit_prompt(state, cfg, pool, row, nothing, nothing.astype(jnp.float32))
+    keys = jax.tree.map(lambda every: every[0], state.pools[pool].index_keys)
+    return requests.admit_prompt(state, cfg, pool, row, nothing, keys)
 
 
 def _steps(

@@ -1,15 +1,19 @@
 """History in every format: the policy and the way into the hierarchy change no bit of it."""
 
+import dataclasses
 from functools import cache
 
 import jax
 import numpy as np
 import pytest
 
+from bench.replay import as_recorded, replay
+from bench.simulate import figures
 from dhisparse_jax.config import SCALED_KEYS, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.memory import sizes
+from dhisparse_jax.engine.recording import Recorder, read_recording
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import check_session
 from dhisparse_jax.engine.store import load_session, save_session
@@ -182,6 +186,22 @@ def test_stored_bytes_are_those_of_the_format():
     numbers, scales = scaled_numbers(values)
     np.testing.assert_array_equal(found.numbers.view(np.uint8), numbers.view(np.uint8))
     np.testing.assert_array_equal(found.scales, scales)
+
+
+def test_a_recording_keeps_the_format(tmp_path):
+    """And is replayed, in a state without any rows or keys."""
+    cfg = dataclasses.replace(config("fp8", "fixed"), record_selections=True)
+    served = Engine(*model("fp8"), cfg, chunk=CHUNK)
+    path = tmp_path / "run.sel"
+    with path.open("wb") as file:
+        recorder = Recorder(file, cfg)
+        recorder.watch(served.compiled)
+        found = run(served, REQUESTS[:3])
+        recorder.finish()
+    recording = read_recording(path)
+    assert recording.cfg == cfg
+    replayed = figures(cfg, replay(cfg, as_recorded(recording)))
+    assert replayed["fetched_rows"] == found.total.fetched_rows > 0
 
 
 def test_bytes_of_fp8_history():
