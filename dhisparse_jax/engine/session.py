@@ -131,8 +131,8 @@ def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
     name, length = session.request.name, len(session.text) - 1
     if session.model != model:
         raise UserError(
-            f"{name}: the session is of model {session.model}, this is {model}; load its model, with "
-            "the formats of its history"
+            f"{name}: the session is of model {session.model}, this is {model}; load its model, "
+            "with the formats of its history"
         )
     if length < 1:
         raise UserError(f"{name}: the session has {length} positions; submit its request instead")
