@@ -6,6 +6,7 @@ Knows what a valid model of the family is; knows nothing about arrays, files or 
 from dataclasses import dataclass
 from typing import Literal
 
+from dhisparse_jax.configs.formats import COMPUTED, check_history_formats
 from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.configs.values import check_counts, check_formats
@@ -42,6 +43,8 @@ class V4Config:
         sinkhorn_steps: Alternations that make the mixing of the streams doubly stochastic.
         param_dtype: Dtype that the weights are stored in.
         expert_format: Format of routed experts that stay quantised (`configs.quantised`).
+        kv_format: Format of the rows and entries that are kept of every layer (`configs.formats`).
+        index_format: Format of the index keys.
 
     Raises:
         UserError: A size that no model of the family can have.
@@ -87,11 +90,14 @@ class V4Config:
     eos_ids: tuple[int, ...] = ()
     param_dtype: str = "bfloat16"
     expert_format: str = FLOAT
+    kv_format: str = COMPUTED
+    index_format: str = COMPUTED
 
     def __post_init__(self) -> None:
         """Checks every size; raises UserError on the first that cannot be."""
         check_counts(self, {"num_hash_layers", "bos_id"})
         check_formats(self.param_dtype, self.expert_format)
+        check_history_formats(self.kv_format, self.index_format, self.index_dim)
         if SELECTED not in self.layer_kinds:
             raise UserError(f"layer_kinds has no {SELECTED!r} layer, so there is nothing to select")
         if self.num_hash_layers > self.num_layers:
@@ -136,64 +142,3 @@ class V4Config:
     def rate(self, layer: int) -> int | None:
         """Positions per entry of a layer; None where it has no entries."""
         return {SELECTED: self.selected_rate, ALL: self.all_rate}.get(self.layer_kinds[layer])
-
-
-_YARN = Yarn(factor=16.0, context=65_536)
-
-DEEPSEEK_V4_FLASH = V4Config(
-    vocab_size=129_280,
-    context=1_048_576,
-    hidden_size=4096,
-    num_heads=64,
-    head_dim=512,
-    rope_dim=64,
-    q_lora_rank=1024,
-    output_groups=8,
-    output_lora_rank=1024,
-    layer_kinds=(WINDOW, WINDOW, *(SELECTED, ALL) * 20, SELECTED),
-    window=128,
-    index_heads=64,
-    index_dim=128,
-    index_top_k=512,
-    num_hash_layers=3,
-    num_experts=256,
-    experts_per_token=6,
-    expert_intermediate_size=2048,
-    routed_scale=1.5,
-    swiglu_limit=10.0,
-    rope_theta=1e4,
-    compress_theta=1.6e5,
-    yarn=_YARN,
-    bos_id=0,
-    eos_ids=(1,),
-)
-"""DeepSeek-V4-Flash, 284.3 B parameters without its MTP layer."""
-
-DEEPSEEK_V4_PRO = V4Config(
-    vocab_size=129_280,
-    context=1_048_576,
-    hidden_size=7168,
-    num_heads=128,
-    head_dim=512,
-    rope_dim=64,
-    q_lora_rank=1536,
-    output_groups=16,
-    output_lora_rank=1024,
-    layer_kinds=(ALL, ALL, *(SELECTED, ALL) * 29, SELECTED),
-    window=128,
-    index_heads=64,
-    index_dim=128,
-    index_top_k=1024,
-    num_hash_layers=3,
-    num_experts=384,
-    experts_per_token=6,
-    expert_intermediate_size=3072,
-    routed_scale=2.5,
-    swiglu_limit=10.0,
-    rope_theta=1e4,
-    compress_theta=1.6e5,
-    yarn=_YARN,
-    bos_id=0,
-    eos_ids=(1,),
-)
-"""DeepSeek-V4-Pro, 1.57 T parameters without its MTP layer."""

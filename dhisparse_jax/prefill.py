@@ -17,12 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
+from dhisparse_jax.hierarchy.formats import StoredKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import KeptLeaves
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.rows import pack
 from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.top_k.api import top_k
@@ -30,10 +30,10 @@ from pallas_kernels.top_k.api import top_k
 
 @pytree
 class Prompt:
-    """Records and index keys of one prompt in one group; row = record, P rows.
+    """Records and index keys of one prompt in one group, as they are stored; row = record.
 
-    P is what the capacity rounded up to whole chunks holds, and one chunk more: the first of them
-    may start at any position.
+    P rows: what the capacity rounded up to whole chunks holds, and one chunk more, since the first
+    of them may start at any position.
 
     Attributes:
         records: its records.
@@ -42,7 +42,7 @@ class Prompt:
     """
 
     records: Int[Array, "P W"]
-    keys: Float[Array, "P index"]
+    keys: StoredKeys
     kept: KeptLeaves = ()
 
 
@@ -66,7 +66,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     rows = geometry.fresh(padded_capacity(cfg, chunk) + chunk)
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
-        keys=jnp.zeros((rows, geometry.index_width), geometry.index_dtype),
+        keys=no_keys(geometry, rows),
         kept=tuple(
             jnp.zeros((1, kept.rows(cfg.capacity, chunk), kept.width), kept.dtype)
             for kept in geometry.kept_of(pool)
@@ -98,7 +98,11 @@ def begin_prompt(
     return dataclasses.replace(
         empty,
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
-        keys=empty.keys.at[: cfg.records].set(state.pools[pool].index_keys[request]),
+        keys=jax.tree.map(
+            lambda room, every: room.at[: cfg.records].set(every[request]),
+            empty.keys,
+            state.pools[pool].index_keys,
+        ),
     )
 
 
@@ -114,13 +118,17 @@ def open_prompt(
         index: what the indexer computed; R = 1, T = tokens in the chunk.
     """
     with jax.named_scope("append"):
-        fresh = index.keys[0].astype(prompt.keys.dtype)
         first = layout.complete(cfg, start)
-        keys = lax.dynamic_update_slice(prompt.keys, fresh, (first, jnp.int32(0)))
+        keys = jax.tree.map(
+            lambda every, fresh: lax.dynamic_update_slice_in_dim(every, fresh, first, axis=0),
+            prompt.keys,
+            stored_keys(cfg.geometry, index.keys[0]),
+        )
     with jax.named_scope("select"):
         end = start + 1 + jnp.arange(index.queries.shape[1], dtype=jnp.int32)[None]
         visible = layout.complete(cfg, end)
-        scores = index_scores(index.queries, index.weights, keys[None], visible)
+        one = jax.tree.map(lambda every: every[None], keys)
+        scores = index_scores(index.queries, index.weights, one, visible)
         selection = top_k(scores, cfg.geometry.top_k)
     prompt = dataclasses.replace(prompt, keys=keys)
     return OpenPrompt(prompt=prompt, start=start, selection=selection)
@@ -140,7 +148,7 @@ def attend_prompt(
     row_format = cfg.geometry.row
     offset = layer * row_format.words
     with jax.named_scope("append"):
-        words = pack(row[0].astype(row_format.dtype))
+        words = stored_rows(row_format, row[0])
         first = layout.complete(cfg, opened.start)
         records = lax.dynamic_update_slice(opened.prompt.records, words, (first, jnp.int32(offset)))
     with jax.named_scope("attend"):
@@ -148,7 +156,7 @@ def attend_prompt(
             query,
             records,
             opened.selection,
-            **layout.row_options(cfg, layer),
+            **layout.row_options(cfg.geometry, layer),
         )
     prompt = dataclasses.replace(opened.prompt, records=records)
     return Attended(*attended), OpenPrompt(

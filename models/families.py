@@ -35,7 +35,8 @@ class Family:
         integers: names of those with whole numbers from 0 on, and how many there are of these.
         expert_names: names of the matrices of routed experts.
         pieces: what each of our arrays is made of.
-        serve: a model and the dtype of its rows, as pure functions and weights.
+        serve: a model as pure functions and weights, from the dtype of its computation and the
+            formats of rows and index keys, where they are not those of the configuration.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Family:
     integers: Callable[[Any], dict[str, int]]
     expert_names: Callable[[Any], list[str]]
     pieces: Callable[[Any, Flat], dict[str, Pieces]]
-    serve: Callable[[Any, str], tuple[ServedModel, Params]]
+    serve: Callable[[Any, str, str | None, str | None], tuple[ServedModel, Params]]
 
 
 GLM = Family(
@@ -101,9 +102,11 @@ def published_family(raw: Mapping[str, Any]) -> Family:
     )
 
 
-def served(model: AnyModel, row_dtype: str) -> tuple[ServedModel, Params]:
-    """Split a model into pure functions and its weights; `row_dtype` is what is kept in."""
-    return family_of(model.config).serve(model, row_dtype)
+def served(
+    model: AnyModel, dtype: str, kv_format: str | None = None, index_format: str | None = None
+) -> tuple[ServedModel, Params]:
+    """Split a model into pure functions and its weights; see `models.glm.decode.serve`."""
+    return family_of(model.config).serve(model, dtype, kv_format, index_format)
 
 
 def own_values(config: AnyConfig, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def _capture(
     room = jnp.zeros((cfg.records, cfg.record_words(pool)), jnp.int32)
     return Prompt(
         records=requests.recall(state, cfg, pool, state.host_page_of[row], length, room),
-        keys=state.pools[pool].index_keys[row],
+        keys=jax.tree.map(lambda every: every[row], state.pools[pool].index_keys),
     )
 
 
@@ -242,8 +242,8 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    records, keys = prompt.records[: cfg.records], prompt.keys[: cfg.records]
-    return requests.admit_prompt(state, cfg, pool, row, records, keys, kept, prompt.kept)
+    own = jax.tree.map(lambda rows: rows[: cfg.records], (prompt.records, prompt.keys))
+    return requests.admit_prompt(state, cfg, pool, row, *own, kept, prompt.kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with

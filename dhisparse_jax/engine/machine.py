@@ -230,9 +230,8 @@ class Machine:
 
     def session_bytes(self, positions: int) -> int:
         """Bytes of the arrays that `capture` copies of so many committed positions."""
-        geometry = self.cfg.geometry
         words = sum(self.cfg.record_words(pool) for pool in range(self.cfg.pools))
-        keys = self.cfg.pools * geometry.index_width * jnp.dtype(geometry.index_dtype).itemsize
+        keys = self.cfg.pools * self.cfg.geometry.key_bytes
         return positions * (words * WORD_BYTES + keys) + self.sizes.draft_bytes // self.cfg.requests
 
     def capture(self, row: int, request: Request, draw: int, produced: Sequence[int]) -> Session:
@@ -255,7 +254,9 @@ class Machine:
             draw=draw,
             produced=tuple(produced),
             records=tuple(pool.records[:length].copy() for pool in pools),
-            keys=tuple(pool.keys[:length].copy() for pool in pools),
+            keys=tuple(
+                jax.tree.map(lambda keys: keys[:length].copy(), pool.keys) for pool in pools
+            ),
             ring=tuple(jax.tree.leaves(ring)),
         )
 
@@ -296,5 +297,5 @@ class Machine:
         like = jax.eval_shape(lambda: empty_prompt(self.cfg, pool, self.compiled.chunk))
         return Prompt(
             records=padded(like.records, session.records[pool]),
-            keys=padded(like.keys, session.keys[pool]),
+            keys=jax.tree.map(padded, like.keys, session.keys[pool]),
         )

@@ -60,7 +60,7 @@ def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     regions = [_regions(cfg, number) for number in range(len(cfg.hot_pools))]
     hot, tail, staging = (sum(column) for column in zip(*regions, strict=True))
     host = sum(size(pool.host) for pool in state.pools)
-    index = sum(size(pool.index_keys) for pool in state.pools)
+    index = sum(size(leaf) for pool in state.pools for leaf in jax.tree.leaves(pool.index_keys))
     every = sum(size(leaf) for leaf in jax.tree.leaves(state))
     beside = sum(size(leaf) for pool in state.pools for leaf in pool.kept)
     tables = every - host - index - hot - tail - staging - beside

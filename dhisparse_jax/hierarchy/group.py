@@ -117,7 +117,7 @@ def attend(
         slots, location = state.hot[number].slots, group.plan.location
         with jax.named_scope("attend"):
             attended = Attended(
-                *sparse_attention(query, slots, location, **layout.row_options(cfg, layer))
+                *sparse_attention(query, slots, location, **layout.row_options(cfg.geometry, layer))
             )
     else:
         with jax.named_scope("retrieve_attend"):

@@ -14,10 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Kept
+from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_pool
 from pallas_kernels.common.ids import NO_SLOT, dropping, masked
-from pallas_kernels.common.rows import pack
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 Leaf = Shaped[Array, "R n W"]
@@ -55,11 +55,6 @@ def kept_rows(leaf: Leaf, kept: Kept, index: Int[Array, "R *t"]) -> Shaped[Array
     return rows.reshape(*index.shape, leaf.shape[2])
 
 
-def row_words(geometry: Geometry, rows: Float[Array, "R t width"]) -> Int[Array, "R t W"]:
-    """Rows of the geometry's format as words, to be kept and attended to."""
-    return pack(rows.astype(geometry.row.dtype))
-
-
 def attend_kept(
     leaf: Int[Array, "R n W"],
     kept: Kept,
@@ -90,10 +85,7 @@ def attend_kept(
         leaf.reshape(requests * count, words),
         location,
         sinks,
-        offset=0,
-        row_format=jnp.dtype(geometry.row.dtype),
-        value_width=geometry.row.value_width,
-        scale=geometry.scale,
+        **layout.row_options(geometry, 0),
     )
 
 

@@ -18,18 +18,18 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.config import Geometry, HierarchyConfig
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, in_range, masked
 
 
-def row_options(cfg: HierarchyConfig, layer: int) -> dict[str, Any]:
+def row_options(geometry: Geometry, layer: int) -> dict[str, Any]:
     """What attention must know of the rows of a layer (`pallas_kernels.sparse_attention.api`)."""
-    row = cfg.geometry.row
+    row = geometry.row
     return {
         "offset": layer * row.words,
-        "row_format": jnp.dtype(row.dtype),
+        "row_format": jnp.dtype(row.dtype) if isinstance(row.dtype, str) else row.dtype,
         "value_width": row.value_width,
-        "scale": cfg.geometry.scale,
+        "scale": geometry.scale,
     }
 
 

@@ -10,14 +10,16 @@ the request's own, to a page of its own.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Num, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
+from dhisparse_jax.hierarchy.formats import StoredKeys
 from dhisparse_jax.hierarchy.ghost import expected_misses, forget
 from dhisparse_jax.hierarchy.kept import admit_kept
 from dhisparse_jax.hierarchy.pages import set_budgets
@@ -87,13 +89,17 @@ def share_keys(
 
     From device to device: every step reads the keys of all positions, so each row has its own.
     """
-    record = jnp.arange(cfg.records, dtype=jnp.int32)
-    shared = (record < layout.complete(cfg, count))[:, None]
-    for pool in range(cfg.pools):
-        keys = state.pools[pool].index_keys
+    shared = jnp.arange(cfg.records, dtype=jnp.int32) < layout.complete(cfg, count)
+
+    def copied(keys: Num[Array, "R C *index"]) -> Num[Array, "R C *index"]:
+        mask = shared.reshape(-1, *[1] * (keys.ndim - 2))
         # Reading and writing the same keys in one operation could take a copy of all of them.
-        mine = lax.optimization_barrier(jnp.where(shared, keys[donor], keys[request]))
-        state = with_pool(state, pool, index_keys=keys.at[request].set(mine))
+        mine = lax.optimization_barrier(jnp.where(mask, keys[donor], keys[request]))
+        return keys.at[request].set(mine)
+
+    for pool in range(cfg.pools):
+        keys = jax.tree.map(copied, state.pools[pool].index_keys)
+        state = with_pool(state, pool, index_keys=keys)
     return state
 
 
@@ -141,7 +147,7 @@ def admit_prompt(
     pool: int,
     request: Int[Array, ""],
     records: Int[Array, "C W"],
-    keys: Float[Array, "C index"],
+    keys: StoredKeys,
     start: Int[Array, ""] | int = 0,
     kept: tuple[Shaped[Array, "1 _ _"], ...] = (),
 ) -> HierarchyState:
@@ -156,7 +162,7 @@ def admit_prompt(
         pool: which pool.
         request: row of the request.
         records: records by position; rows at and beyond the length are ignored.
-        keys: index keys by position.
+        keys: index keys by position, as they are stored.
         start: int32 positions below are in shared host pages, and not written.
         kept: what the layers have kept of it; see `kept`.
     """
@@ -165,8 +171,9 @@ def admit_prompt(
     fresh = masked(position, (position >= first) & (position < end))
     (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
     (host,) = backup_op([state.pools[pool].host], [records], rows, position[None])
-    index_keys = state.pools[pool].index_keys
-    index_keys = index_keys.at[request].set(keys.astype(index_keys.dtype))
+    index_keys = jax.tree.map(
+        lambda every, mine: every.at[request].set(mine), state.pools[pool].index_keys, keys
+    )
     state = with_pool(state, pool, host=host, index_keys=index_keys)
     state = admit_kept(state, cfg, pool, request, kept)
     return _admit_hot(_admit_tail(state, cfg, pool, request, records), cfg, pool, request, records)

@@ -63,7 +63,7 @@ def retrieve_attend(
         fetches,
         Attention(query, plan.location, selection, plan.fetch_position),
         moves,
-        **layout.row_options(cfg, layer),
+        **layout.row_options(cfg.geometry, layer),
     )
     return Attended(*attended), with_hot_slots(state, number, slots)
 

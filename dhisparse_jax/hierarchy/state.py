@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.pytree import state
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
@@ -47,7 +49,7 @@ class PoolState:
     host: Int[Array, "H W"]
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
-    index_keys: Float[Array, "R C index"]
+    index_keys: Keys
     kept: tuple[Shaped[Array, "R _ _"], ...] = ()
 
 
@@ -138,7 +140,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
             host=shape((cfg.host_page_count * cfg.page_records, cfg.record_words(pool)), i32),
             slot_of=shape((r, c), i32),
             pages=shape((r, cfg.max_pages), i32),
-            index_keys=shape((r, c, cfg.geometry.index_width), cfg.geometry.index_dtype),
+            index_keys=key_shapes(cfg.geometry, r, c),
             kept=tuple(
                 shape((r, kept.rows(cfg.capacity, cfg.queries), kept.width), kept.dtype)
                 for kept in cfg.geometry.kept_of(pool)

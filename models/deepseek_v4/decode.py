@@ -6,16 +6,17 @@ of every layer, the entries of "all" layers, and what compressors need of unfini
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.config import Geometry, RowFormat
+from dhisparse_jax.config import FP8, Geometry, RowFormat
 from dhisparse_jax.configs.deepseek_v4 import V4Config
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.hierarchy.kept import row_words
+from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
@@ -35,7 +36,9 @@ from dhisparse_jax.models.deepseek_v4.store import (
     newest,
     open_store,
 )
+from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype
 from pallas_kernels.common.ids import masked
+from pallas_kernels.common.scaled_rows import V4_ENTRY, ScaledRow
 
 
 class _Place(NamedTuple):
@@ -61,28 +64,17 @@ class V4Served:
     Attributes:
         config: sizes.
         graph: structure of the NNX model; hashable, so that it can be static under `jit`.
-        row_dtype: dtype of rows, entries and index keys in the hierarchy.
+        dtype: of the computation, and of what is kept if `config` says no other.
     """
 
     config: V4Config
     graph: nnx.GraphDef[V4Model]
-    row_dtype: str
+    dtype: str
 
     @property
     def geometry(self) -> Geometry:
         """One pool per "selected" layer; a record is one entry."""
-        config = self.config
-        row = RowFormat(config.head_dim, config.head_dim, self.row_dtype)
-        return Geometry(
-            row=row,
-            layers_per_pool=(1,) * len(config.groups),
-            top_k=config.index_top_k,
-            index_width=config.index_dim,
-            index_dtype=self.row_dtype,
-            scale=config.attention_scale,
-            rate=config.selected_rate,
-            kept=tuple(tuple(kept_by(config, row, group).values()) for group in config.groups),
-        )
+        return geometry_of(self.config, self.dtype)
 
     @property
     def context(self) -> int:
@@ -140,6 +132,31 @@ class V4Served:
         return x.reshape(*x.shape[:-1], self.config.streams, -1)
 
 
+def geometry_of(config: V4Config, dtype: str) -> Geometry:
+    """What a model needs of a hierarchy whose computation has a dtype."""
+    row, form = _row(config, dtype), config.index_format
+    return Geometry(
+        row=row,
+        layers_per_pool=(1,) * len(config.groups),
+        top_k=config.index_top_k,
+        index_width=config.index_dim,
+        index_dtype=key_dtype(form, dtype),
+        index_power_scales=form == FP8,
+        scale=config.attention_scale,
+        rate=config.selected_rate,
+        kept=tuple(tuple(kept_by(config, row, group).values()) for group in config.groups),
+    )
+
+
+def _row(config: V4Config, dtype: str) -> RowFormat:
+    """Rows and entries. FP8 as published: a power of two as scale for each 64 unrotated numbers."""
+    width, rest = config.head_dim, config.rope_dim
+    if config.kv_format != FP8:
+        return RowFormat(width, width, row_dtype(config.kv_format, dtype))
+    group = math.gcd(width - rest, V4_ENTRY.group)
+    return RowFormat(width, width, ScaledRow(width - rest, group, "e8m0", rest))
+
+
 def _attention(
     attention: V4Attention,
     x: Float[Array, "R T width"],
@@ -150,7 +167,7 @@ def _attention(
     """The residual update of one layer, and what its group keeps and has opened now."""
     near, positions = Key(place.layer, NEAR), place.positions
     projected = attention.project(x, positions)
-    store = store.put(near, positions, row_words(store.geometry, projected.row))
+    store = store.put(near, positions, stored_rows(store.geometry.row, projected.row))
     span = store.kept[near].span
     assert span is not None  # a window
     window = newest(positions, span)
@@ -165,6 +182,7 @@ def _attention(
             far, store = _attend_all(entries, entry, projected, place, store, rate)
         else:
             index, store = _index(attention.indexer, x, entry, projected, place, store)
+            index = in_basis(index, store.geometry)
             far, opened = place.attend(place.open_group(index), 0, entries, projected.query)
         found = merged(found, far)
     return attention.output(found.values, positions), store, opened
@@ -195,7 +213,7 @@ def _attend_all(
 ) -> tuple[Attended, Store]:
     """Attention over all entries that are complete at each query's position."""
     key = Key(place.layer, FAR)
-    store = store.put(key, entry, row_words(store.geometry, entries))
+    store = store.put(key, entry, stored_rows(store.geometry.row, entries))
     every = jnp.arange(store.count(key), dtype=jnp.int32).reshape(1, 1, -1)
     seen = every < (place.positions[..., None] + 1) // rate
     index = masked(jnp.broadcast_to(every, seen.shape), seen)
@@ -224,15 +242,27 @@ def merged(near: Attended, far: Attended) -> Attended:
     return Attended((parts[0] + parts[1]).astype(near.values.dtype), lse)
 
 
-def serve(model: V4Model, row_dtype: str) -> tuple[V4Served, Params]:
+def serve(
+    model: V4Model, dtype: str, kv_format: str | None = None, index_format: str | None = None
+) -> tuple[V4Served, Params]:
     """Split an NNX model into what is static and its weights.
 
     Args:
         model: the model.
-        row_dtype: dtype of rows, entries and index keys: "float32" for verification.
+        dtype: of its computation: "float32" for verification.
+        kv_format: format of rows and entries; None: what the model's configuration says.
+        index_format: format of index keys; None: what the model's configuration says.
 
     Returns:
         The served model, and the weights to pass to its functions.
+
+    Raises:
+        UserError: there is no such format, or it is not possible with the sizes of the model.
     """
     graph, params = nnx.split(model)
-    return V4Served(config=model.config, graph=graph, row_dtype=row_dtype), params
+    config = dataclasses.replace(
+        model.config,
+        kv_format=kv_format or model.config.kv_format,
+        index_format=index_format or model.config.index_format,
+    )
+    return V4Served(config=config, graph=graph, dtype=dtype), params

@@ -66,7 +66,9 @@ _READ = {
 
 # Entries without an effect here, or that only repeat others; the drafter in the checkpoint has its
 # own, with names that begin as these do.
-_WITHOUT_EFFECT = WITHOUT_EFFECT | {"expert_dtype", "intermediate_size", "router_jitter_noise"}
+_WITHOUT_EFFECT = WITHOUT_EFFECT | {
+    "expert_dtype", "intermediate_size", "router_jitter_noise", "scale_fmt",
+}  # fmt: skip
 _DRAFTER = "dspark_"
 
 _KINDS = {

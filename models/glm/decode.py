@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.config import Geometry, RowFormat
+from dhisparse_jax.config import FP8, Geometry, RowFormat
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.glm.indexer import Indexer
 from dhisparse_jax.models.glm.model import GlmModel
+from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +27,37 @@ class GlmServed:
     Attributes:
         config: sizes.
         graph: structure of the NNX model; hashable, so that it can be static under `jit`.
-        row_dtype: dtype of the rows and index keys in the hierarchy.
+        dtype: of the computation, and of what the hierarchy keeps if `config` says no other.
     """
 
     config: GlmConfig
     graph: nnx.GraphDef[GlmModel]
-    row_dtype: str
+    dtype: str
 
     @property
     def geometry(self) -> Geometry:
         """One pool per selection group; a row is the latent and the rotated key of one token."""
         config = self.config
-        row = RowFormat(width=config.row_dim, value_width=config.kv_lora_rank, dtype=self.row_dtype)
+        index = config.index_format
         return Geometry(
-            row=row,
+            row=self._row,
             layers_per_pool=tuple(len(group) for group in config.groups),
             top_k=config.index_top_k,
             index_width=config.index_dim,
-            index_dtype=self.row_dtype,
+            index_dtype=key_dtype(index, self.dtype),
             scale=config.attention_scale,
+            index_power_scales=index == FP8 and config.power_scales,
         )
+
+    @property
+    def _row(self) -> RowFormat:
+        config = self.config
+        if config.kv_format == FP8:
+            return RowFormat.fp8(
+                config.kv_lora_rank, config.qk_rope_dim, power_scales=config.power_scales
+            )
+        dtype = row_dtype(config.kv_format, self.dtype)
+        return RowFormat(width=config.row_dim, value_width=config.kv_lora_rank, dtype=dtype)
 
     @property
     def context(self) -> int:
@@ -86,7 +98,7 @@ class GlmServed:
             projected = block.attention.project(normed, positions)
             if place == 0:
                 index = _index_inputs(block.indexer, normed, projected.q_lora, positions)
-                opened = open_group(index)
+                opened = open_group(in_basis(index, self.geometry))
             query = jnp.concatenate((projected.q_latent, projected.q_rope), axis=-1)
             attended, opened = attend(opened, place, projected.row, query)
             x = x + block.attention.combine(attended.values)
@@ -110,15 +122,30 @@ def _index_inputs(
     )
 
 
-def serve(model: GlmModel, row_dtype: str) -> tuple[GlmServed, Params]:
+def serve(
+    model: GlmModel,
+    dtype: str,
+    kv_format: str | None = None,
+    index_format: str | None = None,
+) -> tuple[GlmServed, Params]:
     """Split an NNX model into what is static and its weights.
 
     Args:
         model: the model.
-        row_dtype: dtype of rows and index keys: "float32" for verification.
+        dtype: of its computation: "float32" for verification.
+        kv_format: format of rows; None: what the model's configuration says.
+        index_format: format of index keys; None: what the model's configuration says.
 
     Returns:
         The served model, and the weights to pass to its functions.
+
+    Raises:
+        UserError: there is no such format, or it is not possible with the sizes of the model.
     """
     graph, params = nnx.split(model)
-    return GlmServed(config=model.config, graph=graph, row_dtype=row_dtype), params
+    config = dataclasses.replace(
+        model.config,
+        kv_format=kv_format or model.config.kv_format,
+        index_format=index_format or model.config.index_format,
+    )
+    return GlmServed(config=config, graph=graph, dtype=dtype), params

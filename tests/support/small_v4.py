@@ -1,7 +1,7 @@
 """The small DeepSeek-V4 checkpoint in tests/fixtures, as a served model in engines."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -13,12 +13,13 @@ from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.hierarchy import Attended
+from dhisparse_jax.hierarchy.formats import stored_rows
+from dhisparse_jax.hierarchy.layout import row_options
 from dhisparse_jax.model import Beside
 from dhisparse_jax.models.deepseek_v4.decode import serve
 from dhisparse_jax.models.deepseek_v4.moe import V4Router
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, NoDraft, Proposal
-from pallas_kernels.common.rows import pack
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.top_k.api import top_k
 
@@ -32,14 +33,14 @@ POLICIES = {"resident": ("resident", 1), "fixed": ("fixed", 2), "adaptive": ("ad
 
 
 @cache
-def model():
+def model(kv_format=None):
     """The served model and its weights."""
-    return serve(load_hf(FIXTURE).model, "float32")
+    return serve(load_hf(FIXTURE).model, "float32", kv_format)
 
 
-def config(policy, hot_rows, *, requests=2, queries=1, **sizes):
+def config(policy, hot_rows, *, requests=2, queries=1, kv_format=None, **sizes):
     return HierarchyConfig(
-        geometry=model()[0].geometry,
+        geometry=model(kv_format)[0].geometry,
         policy=Policy(policy),
         requests=requests,
         capacity=CONTEXT,
@@ -70,19 +71,20 @@ def request(length, new, seed=0, **options):
     return Request(name=f"{length}+{new}", prompt=prompt, max_new_tokens=new, **options)
 
 
-def dense(tokens):
+def dense(tokens, kv_format=None):
     """A whole text without a hierarchy.
 
     Returns:
         Logits, what every "selected" layer selects, and experts and weights of every layer.
     """
-    logits, selections, routings = _dense(model()[1], jnp.asarray(tokens, jnp.int32)[None])
+    given = jnp.asarray(tokens, jnp.int32)[None]
+    logits, selections, routings = _dense(model()[1], given, kv_format)
     return np.asarray(logits[0]), [np.asarray(s[0]) for s in selections], routings
 
 
-@jax.jit
-def _dense(params, tokens):
-    served, (_, count) = model()[0], tokens.shape
+@partial(jax.jit, static_argnums=2)
+def _dense(params, tokens, kv_format):
+    served, (_, count) = model(kv_format)[0], tokens.shape
     geometry, selections, routings = served.geometry, [], []
     positions = jnp.arange(count, dtype=jnp.int32)[None]
     complete = (positions[0] + 1) // geometry.rate
@@ -97,12 +99,9 @@ def _dense(params, tokens):
     def attend(selection, layer, rows, query):
         attended = sparse_attention(
             query,
-            pack(rows[0]),
+            stored_rows(geometry.row, rows[0]),
             selection,
-            offset=0,
-            row_format=jnp.dtype("float32"),
-            value_width=geometry.row.value_width,
-            scale=geometry.scale,
+            **row_options(geometry, 0),
         )
         return Attended(*attended), selection
 

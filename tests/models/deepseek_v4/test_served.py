@@ -19,6 +19,7 @@ from tests.support.small_v4 import (
     CONTEXT,
     FIXTURE,
     LOGITS,
+    POLICIES,
     TOKENS,
     config,
     dense,
@@ -154,6 +155,20 @@ def test_rejected_tokens_leave_no_trace(policy):
         assert failed(served) == []
         if len(result.tokens[0]) > 10:
             assert 0 < sum(result.acceptance.accepted) < sum(result.acceptance.verified)
+
+
+@pytest.mark.slow
+def test_history_in_fp8_is_rounded_once():
+    """Other logits than in float32, and the same ones under every policy and of a whole text."""
+    expected, _, _ = dense(TOKENS, "fp8")
+    assert 1e-3 < np.abs(expected - LOGITS).max() < 2.0
+    found = []
+    for policy in ("resident", "fixed"):
+        cfg = config(*POLICIES[policy], kv_format="fp8")
+        logits, _ = forced(Engine(*model("fp8"), cfg, chunk=5), 20)
+        assert np.abs(logits - expected).max() < 1e-3
+        found.append(logits)
+    assert np.array_equal(*found)
 
 
 def test_nothing_is_shared_between_requests():
