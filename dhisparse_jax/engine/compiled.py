@@ -242,8 +242,8 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    own = jax.tree.map(lambda rows: rows[: cfg.records], (prompt.records, prompt.keys))
-    return requests.admit_prompt(state, cfg, pool, row, *own, kept, prompt.kept)
+    records, keys = jax.tree.map(lambda rows: rows[: cfg.records], (prompt.records, prompt.keys))
+    return requests.admit_prompt(state, cfg, pool, row, records, keys, kept, prompt.kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with
