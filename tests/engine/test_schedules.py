@@ -107,7 +107,7 @@ class Schedule:
     def save(self):
         for number in self.asked:
             job = self.served._roster.jobs.get(number)
-            if job is not None and (job.decoding or job.session is not None):
+            if job is not None and (job.decoding or job.outside is not None):
                 place, _, most = self.asked[number]
                 try:
                     SAVED.append((self.served.save(number), place, most))
@@ -134,7 +134,8 @@ class Schedule:
     def check(self):
         state = check_invariants(self.served.state, self.served.cfg)
         if any(job.prefill is not None for job in self.served._roster):
-            del state["tail_equals_host"]  # its newest positions are in no tail yet
+            del state["tail_equals_host"]  # its newest positions are in no tail yet,
+            del state["keys_equal_host"]  # nor are its keys everywhere
         assert all(state.values()), state
 
     def finish(self):
