@@ -25,10 +25,11 @@ def recorded(engine: "Engine", output: OutputFile | None) -> Generator[None, Non
     from dhisparse_jax.engine.recording import Recorder
 
     with output.open() as file:
-        recorder = Recorder(file, engine.cfg)
-        recorder.watch(engine.compiled)
+        before, engine.watcher = engine.watcher, Recorder(file, engine.cfg)
+        recorder = engine.watcher
         try:
             yield
         finally:
+            engine.watcher = before
             recorder.finish()
             output.keep()

@@ -130,8 +130,7 @@ def work(
                     check_interrupt()
         except BaseException as error:  # whatever it was, what was measured is kept
             stopped = error
-    if stopped is None:  # it asks the device, which an interrupt or an error does not wait for
-        record.sample()
+    record.sample(ask=stopped is None)  # an interrupt or an error does not wait for the device
     if output:
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
         output.write(serve_document(setting, options, record, engine.pace.times.table()))
