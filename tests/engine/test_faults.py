@@ -15,7 +15,7 @@ from dhisparse_jax.engine.exchange import Paged, session_bytes
 from dhisparse_jax.engine.session import Session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
-from tests.support.jobs import Heard, alone, assert_baseline, drain
+from tests.support.jobs import Heard, alone, assert_baseline, assert_pages_counted, drain
 from tests.support.serving import POLICIES, drafted, engine, prompt, request
 from tests.support.toy_draft import toy_draft
 
@@ -73,13 +73,7 @@ class Run:
         if any(job.prefill is not None for job in self.served._roster):
             del found["tail_equals_host"], found["keys_equal_host"]
         assert all(found.values()), found
-        users = np.zeros(self.served.cfg.host_page_count, int)
-        for job in self.served._roster.jobs.values():
-            if job.row is not None or isinstance(job.outside, Paged):
-                holding = self.served._roster._holding(job)
-                users[holding.pages] += 1
-                users[holding.copied] += 1
-        assert self.served.sharing.pages.users.tolist() == users.tolist()
+        assert_pages_counted(self.served)
 
     def end(self):
         """All but what was cancelled have their tokens, and nobody holds anything."""

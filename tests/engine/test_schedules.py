@@ -18,7 +18,7 @@ from dhisparse_jax.engine.session import Session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.sampling import Sampling
-from tests.support.jobs import Heard, assert_baseline
+from tests.support.jobs import Heard, assert_baseline, assert_pages_counted
 from tests.support.serving import CHUNK, CONTEXT, POLICIES, config, engine, model, request, run
 from tests.support.toy_draft import toy_draft
 
@@ -154,17 +154,7 @@ class Schedule:
         self.done["out of pages"] += any(
             isinstance(it, Session) and n not in self.resumed for n, it in outside.items()
         )
-        self.check_pages()
-
-    def check_pages(self):
-        """Every host page has as many users as requests that hold it."""
-        users = np.zeros(self.served.cfg.host_page_count, int)
-        for job in self.served._roster.jobs.values():
-            if job.row is not None or isinstance(job.outside, Paged):
-                holding = self.served._roster._holding(job)
-                users[holding.pages] += 1
-                users[holding.copied] += 1
-        assert self.served.sharing.pages.users.tolist() == users.tolist()
+        assert_pages_counted(self.served)
 
     def finish(self):
         """Everybody ends, with the right tokens."""
