@@ -177,6 +177,12 @@ class HierarchyConfig:
         return self.requests * self.row_pages if self.host_pages is None else self.host_pages
 
     @property
+    def host_page_bytes(self) -> int:
+        """Bytes of a host page in all pools, index keys included."""
+        words = sum(self.record_words(pool) + self.key_words for pool in range(self.pools))
+        return self.host_page * words * WORD_BYTES
+
+    @property
     def host_rows(self) -> int:
         """Positions that host memory has room for."""
         return self.host_page_count * self.host_page

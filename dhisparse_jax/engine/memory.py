@@ -137,6 +137,6 @@ def check_memory(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> S
         limit = f", or raise {PINNED_LIMIT_VARIABLE}" if jax.default_backend() == "gpu" else ""
         raise UserError(
             f"the host pools ({HOST_KIND}) and what shares their memory need {gib(together)}, "
-            f"{gib(free)} are free; lower --batch (now {cfg.requests}){limit}"
+            f"{gib(free)} are free; lower --batch (now {cfg.requests}) or --host-memory{limit}"
         )
     return needed

@@ -68,7 +68,9 @@ def test_too_little_host_memory(monkeypatch):
     cfg = config("fixed", 4)
     both = sizes(cfg).host_bytes + sizes(cfg).device_bytes
     monkeypatch.setattr(memory, "free_host_bytes", lambda: both - 1)
-    with pytest.raises(UserError, match=r"host pools \(pinned_host\).*lower --batch \(now 3\)$"):
+    with pytest.raises(
+        UserError, match=r"host pools \(pinned_host\).*lower --batch \(now 3\) or --host-memory$"
+    ):
         check_memory(cfg)
     monkeypatch.setattr(memory, "free_host_bytes", lambda: both)
     check_memory(cfg)
