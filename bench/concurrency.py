@@ -9,7 +9,8 @@ several tokens a step, and so the time for more requests.
 For each setting and load, an engine with so many rows: distinct texts run from the moment when all
 of them decode until the first has ended. The time per token of a request is that of its tokens in
 between, and p95 is over requests. A load is sustained if p95 is within the bound; without
-`--tpot-ms`, that is p95 of `fixed` at the load at which it gives most tokens per second.
+`--tpot-ms`, that is p95 of `fixed` with all requests that it takes in. Loads go up while the bound
+is held, or down until it is.
 
 What is not the same for all stands in every row: staging and tails, index keys, and what the draft
 keeps.
@@ -44,7 +45,7 @@ BAR = 2.0
 FIXED_SELECTIONS = 2
 """Budget of `fixed` in selections, as HiSparse has it."""
 
-SETTLING = 8
+SETTLING = 6
 """Steps with all requests before the time begins to count."""
 
 Row = dict[str, Any]
@@ -59,21 +60,23 @@ class Setting:
         policy: how hot slots are shared out.
         draft: by name.
         loads: loads to try, ascending, in units of the rows of `fixed`.
-        first: place of the load that is tried first.
+        first: the load that is tried first.
     """
 
     name: str
     policy: Policy
     draft: str
     loads: tuple[float, ...]
-    first: int
+    first: float
 
 
-FIXED = Setting("fixed", Policy.FIXED, NO_DRAFT, (0.25, 0.5, 0.75, 1.0), 3)
+FIXED = Setting("fixed", Policy.FIXED, NO_DRAFT, (0.25, 0.5, 0.75, 1.0), 1.0)
 SETTINGS = (
     FIXED,
-    Setting("adaptive", Policy.ADAPTIVE, NO_DRAFT, (0.5, 0.75, 1.0, 1.25, 1.5, 2.0), 2),
-    Setting("adaptive + draft", Policy.ADAPTIVE, BUNDLED_DRAFT, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0), 2),
+    Setting("adaptive", Policy.ADAPTIVE, NO_DRAFT, (0.5, 0.75, 1.0, 1.25, 1.5, 2.0), 1.0),
+    Setting(
+        "adaptive + draft", Policy.ADAPTIVE, BUNDLED_DRAFT, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0), 2.0
+    ),
 )
 
 
@@ -97,15 +100,19 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 192,
     dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
     draft_length: Annotated[str | None, typer.Option(help="Tokens that are proposed.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="Sizes for a CPU.")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="Sizes for a CPU, and one load of each setting.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
     """Find how many requests each setting sustains."""
     if small:
-        rows, prompt_bytes, new_tokens = 2, 400, 40
+        rows, prompt_bytes, new_tokens = 2, 400, 120
     loaded = registry.load(BUNDLED_MODEL, dtype)
-    most = int(rows * max(setting.loads[-1] for setting in SETTINGS))
-    bench = Bench(loaded, make_requests(loaded, most, prompt_bytes, new_tokens), rows, draft_length)
+    settings = [dataclasses.replace(it, loads=(it.first,)) if small else it for it in SETTINGS]
+    most = int(rows * max(setting.loads[-1] for setting in settings))
+    requests = make_requests(loaded, most, prompt_bytes, new_tokens)
+    bench = Bench(loaded, settings, requests, rows, draft_length)
     about = {"bench": "concurrency", **environment(), "dtype": dtype}
     done: list[Row] = []
     for row in bench.rows(None if tpot_ms is None else tpot_ms / 1e3):
@@ -120,6 +127,7 @@ class Bench:
 
     Args:
         loaded: the model.
+        settings: what is compared, `fixed` first.
         requests: as many as the largest load has.
         rows: requests of `fixed` that the memory is for.
         draft_length: proposed tokens; None: as many as the draft can.
@@ -128,11 +136,13 @@ class Bench:
     def __init__(
         self,
         loaded: registry.LoadedModel,
+        settings: list[Setting],
         requests: list[Request],
         rows: int,
         draft_length: str | None = None,
     ) -> None:
-        self._loaded, self._requests, self._rows = loaded, requests, rows
+        self._loaded, self._settings = loaded, settings
+        self._requests, self._rows = requests, rows
         self._draft_length = draft_length
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         page = HierarchyConfig.host_page
@@ -144,10 +154,10 @@ class Bench:
 
     def rows(self, bound: float | None) -> Iterator[Row]:
         """A row for every load that is tried, and whether it holds the bound."""
-        for setting in SETTINGS:
-            tried: dict[int, Row] = {}
-            for place in places(setting, tried):
-                row = tried[place] = self._row(setting, round(self._rows * setting.loads[place]))
+        for setting in self._settings:
+            tried: dict[float, Row] = {}
+            for load in ladder(setting, tried):
+                row = tried[load] = self._row(setting, round(self._rows * load))
                 if bound is None:
                     bound = row["tpot_p95_ms"] / 1e3
                 row |= {"bound_ms": 1e3 * bound, "holds": row["tpot_p95_ms"] <= 1e3 * bound}
@@ -201,19 +211,19 @@ def whole_pages(slots: int) -> int:
     return slots // 16 * 16 or slots
 
 
-def places(setting: Setting, tried: dict[int, Row]) -> Iterator[int]:
-    """Places of the loads to try: up while the bound is held, or down until it is.
+def ladder(setting: Setting, tried: dict[float, Row]) -> Iterator[float]:
+    """The loads to try, one after another: up while the bound is held, or down until it is.
 
     Args:
         setting: whose loads.
         tried: what came of those before, which the caller fills in.
     """
-    place = setting.first
-    yield place
-    step = 1 if tried[place]["holds"] else -1
-    while 0 <= (place := place + step) < len(setting.loads):
-        yield place
-        if tried[place]["holds"] != (step > 0):
+    place = setting.loads.index(setting.first)
+    yield setting.first
+    up = tried[setting.first]["holds"]
+    for load in setting.loads[place + 1 :] if up else setting.loads[:place][::-1]:
+        yield load
+        if tried[load]["holds"] != up:
             return
 
 

@@ -150,8 +150,8 @@ def host_pages(config: "HierarchyConfig", gigabytes: float, positions: int) -> i
     if pages < needed:
         raise UserError(
             f"--host-memory {gigabytes:g} GB holds {pages * config.host_page:,} tokens; the longest "
-            f"request has {positions:,}: give at least {math.ceil(needed * size / 1e3) / 1e6}, or "
-            "shorten it"
+            f"request has {positions:,}: give at least {math.ceil(needed * size / 1e3) / 1e6}, "
+            "or shorten it"
         )
     return min(pages, config.host_page_count)
 
