@@ -149,9 +149,9 @@ def host_pages(config: "HierarchyConfig", gigabytes: float, positions: int) -> i
     pages, needed = int(gigabytes * 1e9) // size, -(-positions // config.host_page)
     if pages < needed:
         raise UserError(
-            f"--host-memory {gigabytes:g} GB holds {pages * config.host_page:,} tokens; the longest "
-            f"request has {positions:,}: give at least {math.ceil(needed * size / 1e3) / 1e6}, "
-            "or shorten it"
+            f"--host-memory {gigabytes:g} GB holds {pages * config.host_page:,} tokens; the "
+            f"longest request has {positions:,}: give at least "
+            f"{math.ceil(needed * size / 1e3) / 1e6}, or shorten it"
         )
     return min(pages, config.host_page_count)
 
