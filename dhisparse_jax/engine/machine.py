@@ -219,7 +219,7 @@ class Machine:
         state = DecodeState(
             hierarchy=self.state, draft=self.draft_state, load=self.load, texts=self.texts
         )
-        output, state = self.compiled.step(
+        state, output = self.compiled.step(
             self.params, self.draft_params, self.meter.profile, state
         )
         self.state, self.draft_state = state.hierarchy, state.draft

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.hierarchy import layout
@@ -78,15 +78,19 @@ def adapt(state: HierarchyState, cfg: HierarchyConfig) -> HierarchyState:
     if cfg.policy is not Policy.ADAPTIVE:
         return state
     state = dataclasses.replace(state, benefit=learn(state.benefit, cfg))
-    target = state.budget
+    target: dict[int, Int[Array, " R"]] = {}
     for number, pools in enumerate(cfg.hot_pools):
-        members = jnp.array(pools)
-        holders, held = _holders(state, cfg, number), target[members]
         low, high = watermarks(state, cfg, number)
-        held = _move_pages(held.reshape(-1), holders, cfg, layout.pages(cfg, number), low, high)
-        target = target.at[members].set(held.reshape(members.shape[0], -1))
-    changed = jnp.any(target != state.budget)
-    return lax.cond(changed, lambda s: set_budgets(s, cfg, target), lambda s: s, state)
+        held = _move_pages(
+            _of(state.budget, pools),
+            _holders(state, cfg, number),
+            cfg,
+            layout.pages(cfg, number),
+            low,
+            high,
+        )
+        target |= zip(pools, held.reshape(len(pools), -1), strict=True)
+    return set_budgets(state, cfg, jnp.stack([target[pool] for pool in range(cfg.pools)]))
 
 
 def admission_budgets(
@@ -102,7 +106,7 @@ def admission_budgets(
     target = state.budget
     for number, pools in enumerate(cfg.hot_pools):
         members, total = jnp.array(pools), layout.pages(cfg, number)
-        holders, held = _holders(state, cfg, number), target[members].reshape(-1)
+        holders, held = _holders(state, cfg, number), _of(target, pools)
         low, _ = watermarks(state, cfg, number)
         even = total // (jnp.maximum(state.active.sum(dtype=jnp.int32), 1) * len(pools))
         spare = (total - low - held.sum()) // len(pools)
@@ -138,16 +142,21 @@ def _fillable(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Int[A
     return -(-(held.reshape(coming.shape) + coming) // cfg.page_slots)
 
 
+def _of(every: Shaped[Array, "pools R"], members: tuple[int, ...]) -> Shaped[Array, " n"]:
+    """What belongs to the pools `members`, request after request."""
+    return jnp.concatenate([every[pool] for pool in members])
+
+
 def _holders(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Holders:
-    members = jnp.array(cfg.hot_pools[number])
-    everywhere = lambda leaf: jnp.tile(leaf, members.shape[0])
-    fillable = _fillable(state, cfg, number)[members].reshape(-1)
+    members = cfg.hot_pools[number]
+    everywhere = lambda leaf: jnp.tile(leaf, len(members))
+    fillable = _of(_fillable(state, cfg, number), members)
     return Holders(
-        value=page_value(state)[members].reshape(-1),
+        value=_of(page_value(state), members),
         useful=jnp.minimum(everywhere(_history(state, cfg)), fillable),
         floor=everywhere(jnp.where(state.active, cfg.floor_pages, 0)),
         active=everywhere(state.active),
-        misses=state.miss_rate[members].reshape(-1) > MISSES * (1.0 - DECAY),
+        misses=_of(state.miss_rate, members) > MISSES * (1.0 - DECAY),
     )
 
 
@@ -183,8 +192,12 @@ def _move_pages(
     low: Int[Array, ""],
     high: Int[Array, ""],
 ) -> Int[Array, " n"]:
-    """Up to `moves_per_step` times, one page to or from somebody; see the module."""
+    """Up to `moves_per_step` times, one page to or from somebody; see the module.
+
+    Unrolled, and with selects in place of updates: a loop is launched turn by turn on a GPU.
+    """
     value = lambda pages: holders.value * saved_by_next(held, pages)
+    who = jnp.arange(held.shape[0], dtype=jnp.int32)
 
     def move(_: Int[Array, ""], now: Int[Array, " n"]) -> Int[Array, " n"]:
         free = total - now.sum()
@@ -196,7 +209,7 @@ def _move_pages(
         shed = (free < low) & (gives[giver] < jnp.inf)
         grow = grow & (wants[taker] >= 0.0)
         trade = ~shed & (free <= high) & (gives[giver] * HYSTERESIS < wants[taker])
-        taken = now.at[taker].add(jnp.where(grow | trade, 1, 0))
-        return taken.at[giver].add(jnp.where(shed | trade, -1, 0))
+        taken = now + ((who == taker) & (grow | trade)).astype(jnp.int32)
+        return taken - ((who == giver) & (shed | trade)).astype(jnp.int32)
 
-    return lax.fori_loop(0, cfg.moves_per_step, move, held)
+    return lax.fori_loop(0, cfg.moves_per_step, move, held, unroll=True)

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.state import Benefit, HierarchyState
-from pallas_kernels.common.ids import NO_SLOT, masked, packed
+from dhisparse_jax.hierarchy.update import with_row
+from pallas_kernels.common.ids import NO_SLOT, first_of, masked
 from pallas_kernels.plan.types import PlanResult
 
 DECAY = 0.95
@@ -56,9 +57,9 @@ def remember(
     ids = jnp.concatenate([evicted, masked(ghost, ~back)], axis=1)
     benefit = dataclasses.replace(
         benefit,
-        ghost=benefit.ghost.at[pool].set(packed(ids >= 0, ids)[:, : cfg.ghosts]),
-        looked=benefit.looked.at[pool].set(known.sum(axis=1, dtype=jnp.int32)),
-        refetched=benefit.refetched.at[pool].set(back.sum(axis=1, dtype=jnp.int32)),
+        ghost=with_row(benefit.ghost, pool, first_of(ids, cfg.ghosts)),
+        looked=with_row(benefit.looked, pool, known.sum(axis=1, dtype=jnp.int32)),
+        refetched=with_row(benefit.refetched, pool, back.sum(axis=1, dtype=jnp.int32)),
     )
     return dataclasses.replace(state, benefit=benefit)
 

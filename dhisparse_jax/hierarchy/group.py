@@ -17,6 +17,7 @@ from dhisparse_jax.hierarchy.plan import plan
 from dhisparse_jax.hierarchy.retrieve import retrieve, retrieve_attend
 from dhisparse_jax.hierarchy.select import IndexInputs, select
 from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.hierarchy.update import with_row
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.plan.types import PlanResult
 from pallas_kernels.sparse_attention.api import sparse_attention
@@ -66,7 +67,7 @@ def open_group(
     with jax.named_scope("plan"):
         planned, state = plan(state, cfg, pool, selection)
     if cfg.record_selections:
-        kept = state.selection.at[pool].set(selection)
+        kept = with_row(state.selection, pool, selection)
         state = dataclasses.replace(state, selection=kept)
     return OpenGroup(state=state, plan=planned, selection=selection)
 

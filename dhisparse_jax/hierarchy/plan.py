@@ -9,7 +9,7 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.ghost import remember
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.hierarchy.update import with_hot, with_pool
+from dhisparse_jax.hierarchy.update import with_hot, with_pool, with_row
 from pallas_kernels.common.ids import masked
 from pallas_kernels.plan.api import plan as plan_op
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables, Tail
@@ -83,5 +83,5 @@ def _retiring(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:
 def _count(state: HierarchyState, pool: int, counts: PlanCounts) -> HierarchyState:
     pairs = zip(state.counts, counts, strict=True)
     return dataclasses.replace(
-        state, counts=PlanCounts(*(every.at[pool].set(new) for every, new in pairs))
+        state, counts=PlanCounts(*(with_row(every, pool, new) for every, new in pairs))
     )

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
 
 from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
 
@@ -12,6 +13,19 @@ def with_pool(state: HierarchyState, pool: int, **fields: Any) -> HierarchyState
     """`state` with the given fields of pool `pool` replaced."""
     new = dataclasses.replace(state.pools[pool], **fields)
     return dataclasses.replace(state, pools=(*state.pools[:pool], new, *state.pools[pool + 1 :]))
+
+
+def with_row(
+    every: Shaped[Array, "pools *n"], pool: int, row: Shaped[Array, "*n"]
+) -> Shaped[Array, "pools *n"]:
+    """`every` with the row of pool `pool` replaced, for arrays of a few numbers per pool.
+
+    A select and not an update: on a GPU, XLA makes an update of a few numbers a copy of its own on
+    another stream, which also cuts the graph of kernels that is launched as one; a select becomes
+    part of the kernels around it.
+    """
+    here = jnp.arange(every.shape[0], dtype=jnp.int32) == pool
+    return jnp.where(here.reshape(-1, *(1,) * row.ndim), row[None], every)
 
 
 def with_hot(state: HierarchyState, number: int, hot: HotPool) -> HierarchyState:

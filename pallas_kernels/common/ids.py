@@ -31,6 +31,19 @@ def in_range(ids: Int[Array, "*n"], size: int) -> Bool[Array, "*n"]:
     return (ids >= 0) & (ids < size)
 
 
+def first_of(ids: Int[Array, "R n"], count: int) -> Int[Array, "R count"]:
+    """The first `count` valid ids of each row, in their order; NO_SLOT after them.
+
+    As `packed`, for short rows: all places are compared with all, in one kernel on a GPU where
+    a scan and a scatter are several. [-1, 7, -1, 5, 9] has its valid ids at the places 0, 1 and 2.
+    """
+    number = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    place = ((ids >= 0)[:, None] & (number[None] < number[:, None])[None]).sum(-1, dtype=jnp.int32)
+    wanted = jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    here = (place[:, None] == wanted) & (ids >= 0)[:, None]
+    return jnp.where(here, ids[:, None], NO_SLOT).max(axis=-1)
+
+
 def packed(keep: Bool[Array, "R n"], ids: Int[Array, "R n"]) -> Int[Array, "R n"]:
     """The ids to keep at the front of each row, in their order; NO_SLOT after them."""
     row = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)

@@ -5,10 +5,11 @@ selection from rounded scores is another selection. Triton multiplies it exactly
 units. Float32 is what results are compared in, not what production runs; so this kernel is simple,
 and reads the keys once per query.
 
-One program scores a query of a request, all heads, against a run of positions. The query and its
-weights are read once; then, block by block, keys are multiplied with all heads and the products
-weighted and summed in registers. Blocks that the query does not see are not read: they only get
-their -inf.
+One program scores some queries of a request, all heads, against a run of positions. Their numbers
+and weights are read once; then, block by block, keys are multiplied with all of them and the
+products weighted and summed in registers. Blocks that no query sees are not read: they only get
+their -inf. Runs are as short as keep all units busy: a block takes long, since its products are
+taken one after the other.
 
 What would have to change when Pallas-Triton goes: the Mosaic kernel with products outside of the
 matrix units.
@@ -31,6 +32,8 @@ MOST_WIDTH = 128
 MOST_HEADS = 64
 LEAST_SIDE = 16
 """Least rows and columns of a matrix operand."""
+MOST_COLUMNS = 64
+"""Queries times heads of a program; more take too many registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +42,12 @@ class Tuning:
 
     Attributes:
         block: positions per step of a program.
-        steps: steps of a program.
+        programs: how many there should be at least, if there are so many blocks.
         warps: warps of a program.
     """
 
     block: int = 32
-    steps: int = 24
+    programs: int = 1024
     warps: int = 4
 
 
@@ -75,13 +78,20 @@ def index_scores(
     requests, count, heads, width = queries.shape
     positions = keys.shape[1]
     tuning = tuning or Tuning()
-    heads_more, width_more = _side(heads) - heads, _side(width) - width
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, heads_more), (0, width_more)))
-    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, heads_more)))
+    heads_more = pl.next_power_of_2(heads) - heads
+    together = _together(count, heads + heads_more)
+    more = -count % together
+    queries = jnp.pad(
+        queries, ((0, 0), (0, more), (0, heads_more), (0, _side(width) - width))
+    ).reshape(requests, -1, together * (heads + heads_more), _side(width))
+    weights = jnp.pad(weights, ((0, 0), (0, more), (0, heads_more)))
+    visible = jnp.pad(visible, ((0, 0), (0, more)))
+    blocks = pl.cdiv(positions, tuning.block)
+    steps = max(1, requests * queries.shape[1] * blocks // tuning.programs)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
-        functools.partial(_scores_kernel, tuning=tuning),
-        grid=(count, pl.cdiv(positions, tuning.block * tuning.steps), requests),
+        functools.partial(_scores_kernel, together=together, steps=steps, block=tuning.block),
+        grid=(queries.shape[1], pl.cdiv(blocks, steps), requests),
         in_specs=[whole] * 4,
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((requests, count, positions), jnp.float32),
@@ -89,12 +99,18 @@ def index_scores(
         interpret=interpret,
         name="index_scores",
     )
-    return call(queries, weights, visible, keys)
+    return call(queries, weights.reshape(*queries.shape[:3]), visible, keys)
 
 
 def _side(size: int) -> int:
     """The matrix side that holds `size` rows or columns."""
     return max(LEAST_SIDE, pl.next_power_of_2(size))
+
+
+def _together(count: int, heads: int) -> int:
+    """Queries of a program, a power of two: with 4 heads, 4 of 1 to 4 queries, and 8 of 8."""
+    most = max(1, MOST_COLUMNS // heads)
+    return max(LEAST_SIDE // heads, min(pl.next_power_of_2(count), most))
 
 
 def _scores_kernel(
@@ -104,32 +120,37 @@ def _scores_kernel(
     keys_ref: jax.Ref,
     scores_ref: jax.Ref,
     *,
-    tuning: Tuning,
+    together: int,
+    steps: int,
+    block: int,
 ) -> None:
-    """The scores of one run of positions for one query."""
-    query, request = pl.program_id(0), pl.program_id(2)
-    positions = keys_ref.shape[1]
-    start = pl.program_id(1) * tuning.block * tuning.steps
-    seen = jnp.minimum(visible_ref[request, query], positions)
-    numbers, weights = queries_ref[request, query], weights_ref[request, query]
+    """The scores of one run of positions for some queries."""
+    several, request = pl.program_id(0), pl.program_id(2)
+    _, count, positions = scores_ref.shape
+    start = pl.program_id(1) * block * steps
+    query = several * together + jnp.arange(together, dtype=jnp.int32)
+    visible = jnp.minimum(plgpu.load(visible_ref.at[request, query]), positions)
+    seen = visible.max()
+    numbers, weights = queries_ref[request, several], weights_ref[request, several]
 
-    def store(step: Int[Array, ""], scores: Float[Array, " b"]) -> tuple[()]:
-        position = start + step * tuning.block + jnp.arange(tuning.block, dtype=jnp.int32)
-        shown = jnp.where(position < seen, scores, -jnp.inf)
-        plgpu.store(scores_ref.at[request, query, position], shown, mask=position < positions)
+    def store(step: Int[Array, ""], scores: Float[Array, "b q"]) -> tuple[()]:
+        position = (start + step * block + jnp.arange(block, dtype=jnp.int32))[:, None]
+        shown = jnp.where(position < visible[None], scores, -jnp.inf)
+        inside = (position < positions) & (query[None] < count)
+        plgpu.store(scores_ref.at[request, query[None], position], shown, mask=inside)
         return ()
 
     def score(step: Int[Array, ""], _: tuple[()]) -> tuple[()]:
-        position = start + step * tuning.block + jnp.arange(tuning.block, dtype=jnp.int32)
+        position = start + step * block + jnp.arange(block, dtype=jnp.int32)
         keys = _load_keys(keys_ref, request, position, seen)
-        return store(step, _weighted(keys, numbers, weights))
+        return store(step, _weighted(keys, numbers, weights, together))
 
     def hide(step: Int[Array, ""], _: tuple[()]) -> tuple[()]:
-        return store(step, jnp.full((tuning.block,), -jnp.inf))
+        return store(step, jnp.full((block, together), -jnp.inf))
 
-    shown = jnp.clip(pl.cdiv(seen - start, tuning.block), 0, tuning.steps)
+    shown = jnp.clip(pl.cdiv(seen - start, block), 0, steps)
     lax.fori_loop(0, shown, score, ())
-    lax.fori_loop(shown, tuning.steps, hide, ())
+    lax.fori_loop(shown, steps, hide, ())
 
 
 def _load_keys(
@@ -148,9 +169,11 @@ def _weighted(
     keys: Float[Array, "b numbers"],
     queries: Float[Array, "columns numbers"],
     weights: Float[Array, " columns"],
-) -> Float[Array, " b"]:
-    """`sum_h weights_h * relu(query_h . key)`."""
+    together: int,
+) -> Float[Array, "b q"]:
+    """`sum_h weights_h * relu(query_h . key)` of every query."""
     dots = jnp.dot(
         keys, queries.T, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    return (jnp.maximum(dots, 0.0) * weights[None]).sum(axis=1)
+    weighted = jnp.maximum(dots, 0.0) * weights[None]
+    return weighted.reshape(keys.shape[0], together, -1).sum(axis=2)

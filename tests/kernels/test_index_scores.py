@@ -49,7 +49,7 @@ def test_the_triton_kernel_does_not_read_hidden_keys():
     inputs = random(positions=150, visible=(37, 1), queries=3)
     keys = inputs.keys.copy()
     keys[0, 39:], keys[1, 3:] = np.nan, np.nan
-    run = partial(TRITON, tuning=triton.Tuning(block=16, steps=2))
+    run = partial(TRITON, tuning=triton.Tuning(block=16, programs=8))
     assert_close(inputs, jax.jit(run)(*inputs._replace(keys=keys)))
 
 
