@@ -25,8 +25,8 @@ def recorded(engine: "Engine", output: OutputFile | None) -> Generator[None, Non
     from dhisparse_jax.engine.recording import Recorder
 
     with output.open() as file:
-        before, engine.watcher = engine.watcher, Recorder(file, engine.cfg)
-        recorder = engine.watcher
+        recorder = Recorder(file, engine.cfg)
+        before, engine.watcher = engine.watcher, recorder
         try:
             yield
         finally:

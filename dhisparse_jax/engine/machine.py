@@ -20,7 +20,7 @@ from dhisparse_jax.engine.meter import Meter, seconds_of
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import fingerprint
 from dhisparse_jax.engine.sharing import Entry, Holding, Sharing
-from dhisparse_jax.engine.watch import Watcher
+from dhisparse_jax.engine.watch import Nobody, Watcher
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
@@ -91,7 +91,8 @@ class Machine:
         speculation = Speculation(draft.drafter, rule)
         self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, steps)
         self.state: HierarchyState = init(cfg)
-        self.sharing, self.watcher = Sharing(cfg), Watcher()
+        self.watcher: Watcher = Nobody()
+        self.sharing = Sharing(cfg)
         self.draft_state = commit(draft.drafter.init(cfg.requests))
         self.load = commit(init_load(cfg.requests, draft.drafter.length))
         self.texts = commit(no_texts(cfg.requests))
@@ -159,7 +160,7 @@ class Machine:
         shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
         self._draft_prompt(row, self.commit(np.zeros(shape, stream.dtype)), 0, length)
 
-    def join(self, row: int, length: int, pages: Int[np.ndarray, " N"]) -> None:
+    def join(self, row: int, length: int, pages: Int[Array, " N"]) -> None:
         """A request of `length` positions takes a free row; `pages` are its host pages."""
         where = jnp.int32(row)
         self.state = self.compiled.join(self.state, where, jnp.int32(length), pages)

@@ -27,7 +27,6 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
-from dhisparse_jax.engine.watch import Watcher
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.step import StepOutput
 
@@ -72,8 +71,8 @@ class Step(NamedTuple):
 Happened = Join | Admit | Leave | Step
 
 
-class Recorder(Watcher):
-    """Writes a recording of what the engine does whose watcher it is.
+class Recorder:
+    """A `Watcher` that writes a recording of what an engine does.
 
     What a dispatch selected is read when the next one has been launched, so that the device never
     waits for the recording.

@@ -181,12 +181,12 @@ class Sharing:
         """The request of a row leaves it, and keeps its pages."""
         return self._rows.pop(row)
 
-    def put_back(self, row: int, holding: Holding) -> Pages:
+    def put_back(self, row: int, holding: Holding) -> Any:  # noqa: ANN401  # as `_given`
         """The reverse of `take_out`, into any row; returns its table of pages."""
         self._rows[row] = holding
         return self.table(holding)
 
-    def table(self, holding: Holding) -> Pages:
+    def table(self, holding: Holding) -> Any:  # noqa: ANN401  # as `_given`
         """The pages of a holding as a row of the table that the device has."""
         return self._padded(holding.pages)
 
