@@ -160,7 +160,7 @@ class Machine:
         shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
         self._draft_prompt(row, self.commit(np.zeros(shape, stream.dtype)), 0, length)
 
-    def join(self, row: int, length: int, pages: Int[Array, " N"]) -> None:
+    def join(self, row: int, length: int, pages: Int[Array, " N"] | Int[np.ndarray, " N"]) -> None:
         """A request of `length` positions takes a free row; `pages` are its host pages."""
         where = jnp.int32(row)
         self.state = self.compiled.join(self.state, where, jnp.int32(length), pages)
