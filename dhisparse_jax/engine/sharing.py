@@ -90,7 +90,8 @@ class Sharing:
         self._rows: dict[int, Holding] = {}
         self._finished: dict[int, None] = {}  # texts without a request, the oldest first
         self._numbers = itertools.count()
-        self._refused: tuple[Sequence[int], int] | None = None  # does not fit as things are
+        # Who does not fit as things are, by the holdings that it would do without.
+        self._refused: dict[tuple[int, ...], tuple[Sequence[int], int]] = {}
 
     def pages_for(self, positions: int) -> int:
         """How many pages so many positions take."""
@@ -115,16 +116,17 @@ class Sharing:
 
         Asking again before anything has changed costs nothing.
         """
-        refused = self._refused
-        if not without and refused and refused[0] is prompt and refused[1] <= positions:
+        others = tuple(map(id, without))
+        refused = self._refused.get(others)
+        if refused and refused[0] is prompt and refused[1] <= positions:
             return False
         users = self.pages.users.copy()
         for holding in without:
             users[holding.pages] -= 1
             users[holding.copied] -= 1
         fits = self._plan(prompt, positions, users) is not None
-        if not without:
-            self._refused = None if fits else (prompt, positions)
+        if not fits:
+            self._refused[others] = (prompt, positions)
         return fits
 
     def of(self, row: int) -> Holding:
@@ -171,7 +173,7 @@ class Sharing:
             holding.text = next(self._numbers)
         self._texts[holding.text] = holding.pages[: self.pages_for(len(text))]
         self._prefixes.add(holding.text, text)
-        self._refused = None
+        self._refused.clear()
 
     def leave(self, row: int) -> None:
         """The request of a row has ended."""
@@ -197,7 +199,7 @@ class Sharing:
             self._finished[holding.text] = None
         self.pages.drop(holding.copied)
         self.pages.drop(holding.pages)
-        self._refused = None
+        self._refused.clear()
 
     def forget(self) -> None:
         """Forget the texts of all requests that have ended."""
