@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax import prefill
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.engine.output import packed_steps
 from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.admit import admit_prompt, readmit
@@ -18,16 +19,8 @@ from dhisparse_jax.prefill import OpenPrompt, Prompt
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
-from dhisparse_jax.speculation.schedule import Load, Profile, join_load
-from dhisparse_jax.step import (
-    DecodeState,
-    Speculation,
-    StepOutput,
-    Texts,
-    decode_steps,
-    finish_step,
-    forward,
-)
+from dhisparse_jax.speculation.schedule import Load, join_load
+from dhisparse_jax.step import Speculation, Texts, finish_step, forward
 
 
 @pytree
@@ -75,8 +68,8 @@ class Compiled:
         window = room if drafter.window is None else drafter.window
         # The oldest chunk is overwritten by the newest, which may hold a single token.
         self.tap_rows = min(room, (-(-window // chunk) + 1) * chunk)
-        step = partial(_step, steps, model, speculation, cfg)
-        self.step = jax.jit(step, donate_argnums=3)
+        step = partial(packed_steps, steps, model, speculation, cfg)
+        self.step = jax.jit(step, donate_argnums=(3, 4))
         self.forward = jax.jit(partial(forward, model, cfg), donate_argnums=1)
         self.finish = jax.jit(lambda state, n: finish_step(state, cfg, n), donate_argnums=0)
         self.embed = jax.jit(partial(_embed, model, len(drafter.taps), self.tap_rows))
@@ -108,23 +101,6 @@ class Compiled:
     def traces(self) -> int:
         """How many programs the jitted functions hold: constant after warm-up."""
         return sum(f._cache_size() for f in vars(self).values() if hasattr(f, "_cache_size"))
-
-
-def _step(
-    steps: int,
-    model: ServedModel,
-    speculation: Speculation,
-    cfg: HierarchyConfig,
-    *inputs: *tuple[Params, Params, Profile, DecodeState],
-) -> tuple[DecodeState, StepOutput]:
-    """`decode_steps`, the state first.
-
-    JAX hands a donated buffer to the first result of its shape. So that every leaf of the state
-    stays where it is from step to step, those of the output must come after them: a GPU launches
-    the step as one graph, and every kernel whose operands have moved costs microseconds there.
-    """
-    output, state = decode_steps(steps, model, speculation, cfg, *inputs)
-    return state, output
 
 
 def _join(

@@ -10,7 +10,7 @@ import numpy as np
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.events import Acceptance, StepMetrics, step_acceptance, step_metrics
 from dhisparse_jax.engine.job import Job
-from dhisparse_jax.step import StepOutput
+from dhisparse_jax.engine.output import Packed, unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Flight:
         begin: when it was launched, in seconds.
     """
 
-    output: StepOutput
+    output: Packed
     jobs: Mapping[int, Job]
     begin: float
 
     def land(self) -> "Landed":
         """Wait for its end."""
-        return Landed(jax.device_get(self.output))
+        return Landed(unpacked(self.output))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ Knows rows and arrays; who is in which row, and when, is the engine's business.
 """
 
 import functools
+from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
 
@@ -17,6 +18,7 @@ from dhisparse_jax.engine.compiled import Compiled, Hidden
 from dhisparse_jax.engine.events import Event, PrefillProgress
 from dhisparse_jax.engine.memory import check_memory
 from dhisparse_jax.engine.meter import Meter, seconds_of
+from dhisparse_jax.engine.output import Packed, places
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import fingerprint
 from dhisparse_jax.engine.sharing import Entry, Holding, Sharing
@@ -28,7 +30,7 @@ from dhisparse_jax.prefill import Prompt, padded_capacity
 from dhisparse_jax.sampling import sampler_row
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, check_draft
 from dhisparse_jax.speculation.schedule import Rule, init_load
-from dhisparse_jax.step import MAX_STOPS, DecodeState, Speculation, StepOutput, Texts, no_texts
+from dhisparse_jax.step import MAX_STOPS, DecodeState, Speculation, Texts, no_texts
 from pallas_kernels.common.ids import NO_SLOT
 
 PREFILL_CHUNK = 256
@@ -96,6 +98,7 @@ class Machine:
         self.draft_state = commit(draft.drafter.init(cfg.requests))
         self.load = commit(init_load(cfg.requests, draft.drafter.length))
         self.texts = commit(no_texts(cfg.requests))
+        self._places = deque(commit(places(cfg, steps)))
         self.meter = Meter(cfg, self.state) if rule is not Rule.ALL else Meter(cfg)
 
     def prefill(
@@ -215,18 +218,24 @@ class Machine:
             sampler=sampler_row(request.sampling, draw),
         )
 
-    def dispatch(self) -> StepOutput:
-        """Launch some decode steps for every row that writes; the output is sent to the host."""
+    def dispatch(self) -> Packed:
+        """Launch some decode steps for every row that writes; the output is sent to the host.
+
+        It can be read until the dispatch after the next one, which takes its place.
+        """
         state = DecodeState(
             hierarchy=self.state, draft=self.draft_state, load=self.load, texts=self.texts
         )
+        place = self._places.popleft()
         state, output = self.compiled.step(
-            self.params, self.draft_params, self.meter.profile, state
+            self.params, self.draft_params, self.meter.profile, state, place
         )
+        self._places.append(output)
         self.state, self.draft_state = state.hierarchy, state.draft
         self.load, self.texts = state.load, state.texts
         for leaf in jax.tree.leaves(output):
-            leaf.copy_to_host_async()
+            if leaf.size:
+                leaf.copy_to_host_async()
         self.watcher.stepped(output)
         return output
 

@@ -26,8 +26,10 @@ RUNS = 5
 DECAY = 0.9
 """Weight of the past in the moving average of a step's seconds."""
 
-CHANGE = 0.03
-"""Part by which a step's seconds must change to be sent to the device again."""
+CHANGE = 0.25
+"""Part by which a step's seconds must change to be sent to the device again: it decides between
+seconds of fetching and tokens, which a small error hardly changes, and sending costs a step some
+percent where steps take a millisecond."""
 
 
 class Meter:

@@ -22,13 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.engine.output import Packed, unpacked
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.step import StepOutput
 
 FORMAT, VERSION = "dhisparse-selections", 1
 END, JOIN, ADMIT, LEAVE, STEP = range(5)
@@ -105,7 +104,7 @@ class Recorder:
         self._active.remove(row)
         self._pending.append(_event(LEAVE, row))
 
-    def stepped(self, output: StepOutput) -> None:
+    def stepped(self, output: Packed) -> None:
         """See `Watcher`."""
         self._write_pending()
         rows = np.array(sorted(self._active), np.int32)
@@ -141,13 +140,13 @@ class _Launched(NamedTuple):
     """A dispatch on its way."""
 
     rows: Int[np.ndarray, " n"]
-    output: StepOutput
+    output: Packed
 
     def packed(self, bits: int) -> bytes:
         """Its steps, as they are written; waits for its end."""
-        counts, selections = jax.device_get((self.output.count, self.output.selection))
+        output = unpacked(self.output)
         parts: list[bytes] = []
-        for count, selection in zip(counts, selections, strict=True):
+        for count, selection in zip(output.count, output.selection, strict=True):
             numbers = (self.rows, count[self.rows])
             parts.append(_event(STEP, len(self.rows)))
             parts.extend(array.astype("<i4").tobytes() for array in numbers)

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from dhisparse_jax.step import StepOutput
+from dhisparse_jax.engine.output import Packed
 
 
 class Watcher(Protocol):
@@ -23,8 +23,8 @@ class Watcher(Protocol):
         """The row is free."""
         ...
 
-    def stepped(self, output: StepOutput) -> None:
-        """A dispatch of decode steps; every leaf has a first axis of steps."""
+    def stepped(self, output: Packed) -> None:
+        """A dispatch of decode steps; its output can be read until the one after the next."""
         ...
 
 
@@ -40,5 +40,5 @@ class Nobody:
     def left(self, row: int) -> None:
         """See `Watcher`."""
 
-    def stepped(self, output: StepOutput) -> None:
+    def stepped(self, output: Packed) -> None:
         """See `Watcher`."""
