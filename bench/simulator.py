@@ -24,9 +24,10 @@ from bench.script import Script
 from dhisparse_jax.config import Geometry, HierarchyConfig, RowFormat
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.adapt import adapt
+from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.commit import commit
 from dhisparse_jax.hierarchy.plan import finish_plan, plan_input, plan_tables
-from dhisparse_jax.hierarchy.state import FILL, HierarchyState, abstract
+from dhisparse_jax.hierarchy.state import FILL, HOST_LEAVES, HierarchyState, abstract
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.plan.api import plan as plan_op
@@ -184,7 +185,8 @@ def _empty(cfg: HierarchyConfig) -> HierarchyState:
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         name = path[-1].name
-        shape = (*leaf.shape[:-1], 0) if name in ("host", "slots", "index_keys") else leaf.shape
+        wordless = name in (*HOST_LEAVES, "slots", "index_keys")
+        shape = (*leaf.shape[:-1], 0) if wordless else leaf.shape
         return jnp.full(shape, FILL.get(name, 0), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))
@@ -206,7 +208,7 @@ def _admit(
     cfg: HierarchyConfig, state: HierarchyState, pool: int, row: Int[Array, ""]
 ) -> HierarchyState:
     nothing = jnp.zeros((cfg.capacity, 0), jnp.int32)
-    return requests.admit_prompt(state, cfg, pool, row, nothing, nothing.astype(jnp.float32))
+    return admit_prompt(state, cfg, pool, row, nothing, nothing.astype(jnp.float32))
 
 
 def _steps(

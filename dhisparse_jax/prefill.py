@@ -3,15 +3,18 @@
 While a group is being prefilled, its records and index keys of this prompt stay on the device, so a
 long prompt never reads host memory back; they reach the host pool once, when the group is done.
 Positions that another request has already are not computed: the group begins with their records,
-read from the host once, and prefill goes on behind them.
+read from the host once, and prefill goes on behind them. Where a draft needs hidden states of the
+newest of them, these are computed again, and their records and keys stay as they are, bit for bit.
 Device memory beside the state: one group's records and keys of one prompt, and the hidden states of
 the prompt, whatever the number of layers.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
@@ -29,11 +32,13 @@ class Prompt:
     """Records and index keys of one prompt in one group; row = position, P rows.
 
     P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
-    at any position.
+    at any position. The first `known` positions were there before; they stay as they are, also
+    where they are computed again.
     """
 
     records: Int[Array, "P W"]
     keys: Float[Array, "P index"]
+    known: Int[Array, ""]
 
 
 @pytree
@@ -56,6 +61,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
         keys=jnp.zeros((rows, cfg.geometry.index_width), cfg.geometry.index_dtype),
+        known=jnp.int32(0),
     )
 
 
@@ -64,25 +70,26 @@ def begin_prompt(
     chunk: int,
     state: HierarchyState,
     pool: int,
-    request: Int[Array, ""],
     host_pages: Int[Array, " N"],
     shared: Int[Array, ""],
 ) -> Prompt:
-    """A prompt whose first `shared` positions are there: records from the host, keys in the row.
+    """A prompt whose first `shared` positions are in host memory.
 
     Args:
         cfg: sizes of the hierarchy.
         chunk: tokens per chunk.
         state: the hierarchy.
         pool: which group.
-        request: row of the request, which has the index keys.
-        host_pages: int32 host pages that hold the records.
+        host_pages: int32 host pages that hold them.
         shared: int32 how many positions.
     """
     empty = empty_prompt(cfg, pool, chunk)
     return Prompt(
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
-        keys=empty.keys.at[: cfg.capacity].set(state.pools[pool].index_keys[request]),
+        keys=empty.keys.at[: cfg.capacity].set(
+            requests.recall_keys(state, cfg, pool, host_pages, shared)
+        ),
+        known=shared,
     )
 
 
@@ -99,12 +106,12 @@ def open_prompt(
     """
     with jax.named_scope("append"):
         fresh = index.keys[0].astype(prompt.keys.dtype)
-        keys = lax.dynamic_update_slice(prompt.keys, fresh, (start, jnp.int32(0)))
+        keys = _written(prompt, prompt.keys, fresh, start, 0)
     with jax.named_scope("select"):
         visible = start + 1 + jnp.arange(fresh.shape[0], dtype=jnp.int32)[None]
         scores = index_scores(index.queries, index.weights, keys[None], visible)
         selection = top_k(scores, cfg.geometry.top_k)
-    prompt = Prompt(records=prompt.records, keys=keys)
+    prompt = dataclasses.replace(prompt, keys=keys)
     return OpenPrompt(prompt=prompt, start=start, selection=selection)
 
 
@@ -123,9 +130,7 @@ def attend_prompt(
     offset = layer * row_format.words
     with jax.named_scope("append"):
         words = pack(row[0].astype(row_format.dtype))
-        records = lax.dynamic_update_slice(
-            opened.prompt.records, words, (opened.start, jnp.int32(offset))
-        )
+        records = _written(opened.prompt, opened.prompt.records, words, opened.start, offset)
     with jax.named_scope("attend"):
         values, _ = sparse_attention(
             query,
@@ -133,5 +138,19 @@ def attend_prompt(
             opened.selection,
             **layout.row_options(cfg, layer),
         )
-    prompt = Prompt(records=records, keys=opened.prompt.keys)
-    return values, OpenPrompt(prompt=prompt, start=opened.start, selection=opened.selection)
+    prompt = dataclasses.replace(opened.prompt, records=records)
+    return values, dataclasses.replace(opened, prompt=prompt)
+
+
+def _written(
+    prompt: Prompt,
+    old: Shaped[Array, "P _"],
+    rows: Shaped[Array, "T _"],
+    start: Int[Array, ""],
+    column: int,
+) -> Shaped[Array, "P _"]:
+    """`old` with `rows` from position `start` on, but for what the prompt knows already."""
+    at = (start, jnp.int32(column))
+    before = lax.optimization_barrier(lax.dynamic_slice(old, at, rows.shape))
+    own = start + jnp.arange(rows.shape[0], dtype=jnp.int32) >= prompt.known
+    return lax.dynamic_update_slice(old, jnp.where(own[:, None], rows, before), at)

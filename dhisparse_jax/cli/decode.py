@@ -48,6 +48,7 @@ def decode(  # noqa: PLR0913  # one parameter an option
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
+    host_memory: opt.HostMemory = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
     temperature: opt.Temperature = 0.0,
@@ -70,7 +71,9 @@ def decode(  # noqa: PLR0913  # one parameter an option
             dtype=dtype,
             prompt_files=tuple(prompt_file or ()),
             max_new_tokens=max_new_tokens,
-            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
+            hierarchy=opt.HierarchyOptions(
+                policy, hot_rows, batch, record_selections is not None, host_memory
+            ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
             sampling=opt.SamplingOptions(temperature, top_k, top_p, seed),
             json=json,

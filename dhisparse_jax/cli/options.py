@@ -12,6 +12,7 @@ from dhisparse_jax.cli.checks import (
     count,
     draft_length,
     not_negative,
+    positive,
     probability,
     seed_value,
     top_k,
@@ -59,12 +60,14 @@ class HierarchyOptions:
         hot_rows: rows per request on the device; None: from the memory there is.
         batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
         record: keep what a step selects, so that it can be recorded.
+        host_memory: of the host pools, in GB; None: what all requests need that run at once.
     """
 
     policy: PolicyName
     hot_rows: int | None = None
     batch: int | None = None
     record: bool = False
+    host_memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,18 @@ Batch = Annotated[
         callback=count,
         help="Requests at the same time; others wait until one ends. Default: all, at most "
         f"{MOST_AT_ONCE}.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
+
+HostMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--host-memory",
+        metavar="GB",
+        callback=positive,
+        help="Host memory for the history of all requests, in 10^9 bytes; who does not fit waits. "
+        "Default: what --batch requests of the longest length need.",
         rich_help_panel=HIERARCHY,
     ),
 ]

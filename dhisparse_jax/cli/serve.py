@@ -52,6 +52,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
+    host_memory: opt.HostMemory = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
     temperature: opt.Temperature = 0.0,
@@ -75,7 +76,9 @@ def serve(  # noqa: PLR0913  # one parameter an option
             virtual=time is own.TimeName.VIRTUAL,
             tpot_ms=tpot_ms,
             interval=interval,
-            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
+            hierarchy=opt.HierarchyOptions(
+                policy, hot_rows, batch, record_selections is not None, host_memory
+            ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
             sampling=opt.SamplingOptions(temperature, top_k, top_p, 0),
             json=json,
@@ -130,8 +133,7 @@ def work(
                     check_interrupt()
         except BaseException as error:  # whatever it was, what was measured is kept
             stopped = error
-    if stopped is None:  # it asks the device, which an interrupt or an error does not wait for
-        record.sample()
+    record.sample(ask=stopped is None)  # an interrupt or an error does not wait for the device
     if output:
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
         output.write(serve_document(setting, options, record, engine.pace.times.table()))
