@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
@@ -30,7 +31,9 @@ class DecodeOptions:
 
     model: str
     dtype: opt.DtypeName
+    formats: fmt.FormatOptions
     prompt_files: tuple[str, ...]
+    chat: bool
     max_new_tokens: int
     hierarchy: opt.HierarchyOptions
     draft: opt.DraftOptions
@@ -43,8 +46,11 @@ class DecodeOptions:
 def decode(  # noqa: PLR0913  # one parameter an option
     model: opt.Model = opt.BUNDLED_MODEL,
     prompt_file: opt.PromptFiles = None,
+    chat: opt.Chat = False,
     max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
+    kv_format: fmt.KvFormat = None,
+    index_format: fmt.IndexFormat = None,
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
@@ -69,7 +75,9 @@ def decode(  # noqa: PLR0913  # one parameter an option
         DecodeOptions(
             model=model,
             dtype=dtype,
+            formats=fmt.FormatOptions(kv_format, index_format),
             prompt_files=tuple(prompt_file or ()),
+            chat=chat,
             max_new_tokens=max_new_tokens,
             hierarchy=opt.HierarchyOptions(
                 policy, hot_rows, batch, record_selections is not None, host_memory
@@ -143,7 +151,7 @@ def prepare(
     """Load the model, encode the prompts, and make an engine that they fit into."""
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
-    loaded = load_model(options.model, options.dtype)
+    loaded = load_model(options.model, options.dtype, options.formats)
     draft = load_draft(options.draft, loaded)
     if not prompts:
         prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))
@@ -167,7 +175,7 @@ def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) 
     from dhisparse_jax.engine.request import Request
     from dhisparse_jax.sampling import Sampling
 
-    tokens = encode(loaded, prompt)
+    tokens = encode(loaded, prompt, chat=options.chat)
     if len(tokens) >= loaded.context:
         raise UserError(
             f"{prompt.name} has {len(tokens):,} tokens; {loaded.name} has a context of "

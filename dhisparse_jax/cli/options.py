@@ -211,6 +211,13 @@ PromptFiles = Annotated[
         "4 standard library modules that tiny was not trained on.",
     ),
 ]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Answer the text instead of continuing it, by the checkpoint's chat template.",
+    ),
+]
 MaxNewTokens = Annotated[
     int,
     typer.Option(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
@@ -31,6 +32,7 @@ class ServeOptions:
 
     model: str
     dtype: opt.DtypeName
+    formats: fmt.FormatOptions
     trace: Path
     virtual: bool
     tpot_ms: float | None
@@ -46,6 +48,8 @@ def serve(  # noqa: PLR0913  # one parameter an option
     trace: own.Trace,
     model: opt.Model = opt.BUNDLED_MODEL,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
+    kv_format: fmt.KvFormat = None,
+    index_format: fmt.IndexFormat = None,
     time: own.Time = own.TimeName.VIRTUAL,
     tpot_ms: own.TpotMs = None,
     interval: own.Interval = 1.0,
@@ -72,6 +76,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
         ServeOptions(
             model=model,
             dtype=dtype,
+            formats=fmt.FormatOptions(kv_format, index_format),
             trace=trace,
             virtual=time is own.TimeName.VIRTUAL,
             tpot_ms=tpot_ms,
@@ -150,7 +155,7 @@ def prepare(
     from dhisparse_jax.engine.pace import Limits
     from dhisparse_jax.engine.replay import Arrival
 
-    loaded = load_model(options.model, options.dtype)
+    loaded = load_model(options.model, options.dtype, options.formats)
     bound = None if options.tpot_ms is None else options.tpot_ms / 1e3
     asked = options.draft
     if bound is not None and asked.name != opt.NO_DRAFT:

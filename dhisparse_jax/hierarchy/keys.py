@@ -1,22 +1,29 @@
 """Index keys in host memory: packed like records, padded to whole units of them."""
 
+import math
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.hierarchy.state import PoolState
-from pallas_kernels.common.rows import pack, unpack, words_of
+from dhisparse_jax.hierarchy.formats import StoredKeys, key_shapes
+from pallas_kernels.common.rows import WORD_BYTES, pack, unpack
 
 
-def packed_keys(pool: PoolState, keys: Float[Array, "n index"]) -> Int[Array, "n Wk"]:
-    """Index keys of any float dtype as the rows of `host_keys`."""
-    words = pack(keys.astype(pool.index_keys.dtype))
-    room = pool.host_keys.shape[1] - words.shape[1]
-    return jnp.pad(words, ((0, 0), (0, room)))
+def packed_keys(cfg: HierarchyConfig, keys: StoredKeys) -> Int[Array, "n Wk"]:
+    """So many stored keys as rows of `host_keys`; their scales, if any, after their numbers."""
+    leaves = jax.tree.leaves(keys)
+    words = jnp.concatenate([pack(leaf.reshape(leaf.shape[0], -1)) for leaf in leaves], axis=1)
+    return jnp.pad(words, ((0, 0), (0, cfg.key_words - words.shape[1])))
 
 
-def unpacked_keys(cfg: HierarchyConfig, rows: Int[Array, "n Wk"]) -> Float[Array, "n index"]:
+def unpacked_keys(cfg: HierarchyConfig, rows: Int[Array, "n Wk"]) -> StoredKeys:
     """The reverse of `packed_keys`."""
-    geometry = cfg.geometry
-    words = rows[:, : words_of(geometry.index_width, geometry.index_dtype)]
-    return unpack(words, geometry.index_dtype)
+    leaves, structure = jax.tree.flatten(key_shapes(cfg.geometry, rows.shape[0]))
+    found, column = [], 0
+    for leaf in leaves:
+        end = column + math.prod(leaf.shape[1:]) * leaf.dtype.itemsize // WORD_BYTES
+        found.append(unpack(rows[:, column:end], leaf.dtype).reshape(leaf.shape))
+        column = end
+    return jax.tree.unflatten(structure, found)
