@@ -46,6 +46,7 @@ def admit_prompt(
         start: int32 positions below are in shared host pages, and not written.
     """
     mine = state.pools[pool]
+    keys = keys.astype(mine.index_keys.dtype)
     position = jnp.arange(cfg.capacity, dtype=jnp.int32)
     fresh = masked(position, (position >= start) & (position < state.length[request]))
     (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
@@ -55,7 +56,7 @@ def admit_prompt(
         rows,
         jnp.stack([position, position]),
     )
-    index_keys = mine.index_keys.at[request].set(keys.astype(mine.index_keys.dtype))
+    index_keys = mine.index_keys.at[request].set(keys)
     state = with_pool(state, pool, host=host, host_keys=host_keys, index_keys=index_keys)
     state, position, slot = _place(state, cfg, pool, request)
     number, _ = cfg.hot_pool_of(pool)

@@ -5,6 +5,7 @@ device and to come back. Decode steps never read them there. They cost the link 
 GLM-5.3, 256 B beside the 2,688 B of a record.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -34,13 +35,13 @@ def backup(state: HierarchyState, cfg: HierarchyConfig, start: Int[Array, " R"])
         layout.tail_slot(cfg, pool, request, position).reshape(-1) for pool in range(cfg.pools)
     ]
     entry = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    safe = jnp.minimum(position, cfg.capacity - 1)
+    place = request.reshape(-1), jnp.minimum(position, cfg.capacity - 1).reshape(-1)
     written = backup_op(
         [*(pool.host for pool in state.pools), *(pool.host_keys for pool in state.pools)],
         [
             *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in range(cfg.pools)),
             *(
-                packed_keys(pool, pool.index_keys[request, safe].reshape(entry.shape[0], -1))
+                packed_keys(pool, jax.tree.map(lambda every: every[place], pool.index_keys))
                 for pool in state.pools
             ),
         ],

@@ -111,7 +111,7 @@ def recall_keys(
     keys = state.pools[pool].host_keys
     room = jnp.zeros((cfg.capacity, keys.shape[1]), jnp.int32)
     fetches = _first(cfg, host_pages, count)
-    return unpacked_keys(cfg, retrieve_op(keys, room, fetches))
+    return unpacked_keys(state.pools[pool], retrieve_op(keys, room, fetches))
 
 
 def _first(cfg: HierarchyConfig, host_pages: Int[Array, " N"], count: Int[Array, ""]) -> Fetches:
