@@ -4,8 +4,8 @@ A recording is one file. Its first line is a JSON object: `format` and `version`
 the fields of the `HierarchyConfig`, and `bits`, the bits of a packed position. Events follow in the
 order in which they happened, each three little-endian int32 (kind, a, b):
 
-    JOIN   a row, b positions of the prompt: the request has its pages
-    ADMIT  a row, b pool: the prompt fills the pages of this pool
+    JOIN   a row, b positions of its prompt, or of all that it has read: the request has its pages
+    ADMIT  a row, b pool: the newest positions fill the pages of this pool
     LEAVE  a row
     STEP   a number of active rows n; then n int32 rows, n int32 accepted tokens, and the selections
     END    the recording is whole
@@ -35,14 +35,14 @@ END, JOIN, ADMIT, LEAVE, STEP = range(5)
 
 
 class Join(NamedTuple):
-    """A request joins a free row with a prompt of `length` positions."""
+    """A request joins a free row with `length` positions, as a new one or as one that was there."""
 
     row: int
     length: int
 
 
 class Admit(NamedTuple):
-    """Its prompt fills the pages of a pool."""
+    """Its newest positions fill the pages of a pool."""
 
     row: int
     pool: int
