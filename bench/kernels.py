@@ -10,6 +10,7 @@ The large pools take 24 GiB of pinned memory: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB 
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -223,7 +224,7 @@ def report(
 
 def main(
     op: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    case: Annotated[str, typer.Option(help="Only cases with this in their name.")] = "",
+    case: Annotated[str, typer.Option(help="Only cases whose name has a match of this regex.")] = "",
     backend: Annotated[Backend | None, typer.Option(help="Instead of the default.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Sizes for a CPU.")] = False,
     every: Annotated[
@@ -245,7 +246,7 @@ def main(
             shared(name, every=every),
         )
         for job in source
-        if case in job.case
+        if re.search(case, job.case)
     ]
     jobs.sort(key=lambda job: job.pools)
     rows = (run(job, floors, backend, runs) for job in jobs)

@@ -1,11 +1,13 @@
 """Speculation against the load, on the bundled model: tokens per second by draft and draft length.
 
 One engine per draft, draft length and rule; for each load, so many texts run at the same time.
-Every engine runs the load once to compile and to learn, and once for the figures. Tokens must be
-the same everywhere (greedy, float32). `auto` verifies as many proposals as pay; its loss is against
+Every engine runs each load once to compile and to learn, with texts that begin one byte later so
+that none is shared, and then for the figures. Tokens must be the same everywhere (greedy,
+float32). `auto` verifies as many proposals as pay; its loss is against
 the best fixed length of the same draft at the same load.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,11 +88,9 @@ def _setting(asked: DraftOptions) -> Row:
 
 
 def _measured(engine: Engine, requests: Sequence[Request]) -> Row:
-    """Figures of the second of two runs; a text's first token is its prefill's."""
-    for _ in range(2):
-        record = RunRecord.of(requests)
-        for event in engine.run(requests):
-            record.add(event)
+    """Figures of a run after another one; a text's first token is its prefill's."""
+    _run(engine, [dataclasses.replace(each, prompt=each.prompt[1:]) for each in requests])
+    record = _run(engine, requests)
     decoded = record.output_tokens - len(requests)
     return {
         "load": len(requests),
@@ -102,6 +102,13 @@ def _measured(engine: Engine, requests: Sequence[Request]) -> Row:
         "fetched_bytes_per_token": record.totals.host_bytes_read / decoded,
         "tokens": [request.tokens for request in record.requests],
     }
+
+
+def _run(engine: Engine, requests: Sequence[Request]) -> RunRecord:
+    record = RunRecord.of(requests)
+    for event in engine.run(requests):
+        record.add(event)
+    return record
 
 
 def _compared(rows: list[Row]) -> list[Row]:
