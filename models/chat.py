@@ -41,10 +41,10 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        calls: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
         self._tokens, self._path = dict(tokens), path
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(source, globals=calls)
         except TemplateError as error:
             raise UserError(f"the chat template in {path} is not usable: {error}") from error
 
