@@ -13,8 +13,8 @@ from pallas_kernels.common.rows import WORD_BYTES, pack, unpack
 
 def packed_keys(cfg: HierarchyConfig, keys: StoredKeys) -> Int[Array, "n Wk"]:
     """So many stored keys as rows of `host_keys`; their scales, if any, after their numbers."""
-    leaves = jax.tree.leaves(keys)
-    words = jnp.concatenate([pack(leaf.reshape(leaf.shape[0], -1)) for leaf in leaves], axis=1)
+    rows = lambda leaf: pack(leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])))
+    words = jnp.concatenate([rows(leaf) for leaf in jax.tree.leaves(keys)], axis=1)
     return jnp.pad(words, ((0, 0), (0, cfg.key_words - words.shape[1])))
 
 
