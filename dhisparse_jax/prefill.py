@@ -3,7 +3,8 @@
 While a group is being prefilled, its records and index keys of this prompt stay on the device, so a
 long prompt never reads host memory back; they reach the host pool once, when the group is done.
 Positions that another request has already are not computed: the group begins with their records,
-read from the host once, and prefill goes on behind them.
+read from the host once, and prefill goes on behind them. Where a draft needs hidden states of the
+newest of them, these are computed again, and their records and keys stay as they are, bit for bit.
 Device memory beside the state: one group's records and keys of one prompt, and the hidden states of
 the prompt, whatever the number of layers.
 """
@@ -13,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
@@ -33,16 +34,19 @@ class Prompt:
     """Records and index keys of one prompt in one group, as they are stored; row = record.
 
     P rows: what the capacity rounded up to whole chunks holds, and one chunk more, since the first
-    of them may start at any position.
+    of them may start at any position. The records of the first `known` positions were there before;
+    they stay as they are, also where they are computed again.
 
     Attributes:
         records: its records.
         keys: its index keys.
+        known: int32 positions that were there before.
         kept: what the layers of the group keep of it.
     """
 
     records: Int[Array, "P W"]
     keys: StoredKeys
+    known: Int[Array, ""]
     kept: KeptLeaves = ()
 
 
@@ -67,6 +71,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
         keys=no_keys(geometry, rows),
+        known=jnp.int32(0),
         kept=tuple(
             jnp.zeros((1, kept.rows(cfg.capacity, chunk), kept.width), kept.dtype)
             for kept in geometry.kept_of(pool)
@@ -79,19 +84,17 @@ def begin_prompt(
     chunk: int,
     state: HierarchyState,
     pool: int,
-    request: Int[Array, ""],
     host_pages: Int[Array, " N"],
     shared: Int[Array, ""],
 ) -> Prompt:
-    """A prompt whose first `shared` positions are there: records from the host, keys in the row.
+    """A prompt whose first `shared` positions are in host memory.
 
     Args:
         cfg: sizes of the hierarchy.
         chunk: tokens per chunk.
         state: the hierarchy.
         pool: which group.
-        request: row of the request, which has the index keys.
-        host_pages: int32 host pages that hold the records.
+        host_pages: int32 host pages that hold them.
         shared: int32 how many positions.
     """
     empty = empty_prompt(cfg, pool, chunk)
@@ -99,10 +102,11 @@ def begin_prompt(
         empty,
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
         keys=jax.tree.map(
-            lambda room, every: room.at[: cfg.records].set(every[request]),
+            lambda room, known: room.at[: cfg.records].set(known),
             empty.keys,
-            state.pools[pool].index_keys,
+            requests.recall_keys(state, cfg, pool, host_pages, shared),
         ),
+        known=shared,
     )
 
 
@@ -118,9 +122,8 @@ def open_prompt(
         index: what the indexer computed; R = 1, T = tokens in the chunk.
     """
     with jax.named_scope("append"):
-        first = layout.complete(cfg, start)
         keys = jax.tree.map(
-            lambda every, fresh: lax.dynamic_update_slice_in_dim(every, fresh, first, axis=0),
+            lambda every, fresh: _written(cfg, prompt, every, fresh, start),
             prompt.keys,
             stored_keys(cfg.geometry, index.keys[0]),
         )
@@ -149,8 +152,7 @@ def attend_prompt(
     offset = layer * row_format.words
     with jax.named_scope("append"):
         words = stored_rows(row_format, row[0])
-        first = layout.complete(cfg, opened.start)
-        records = lax.dynamic_update_slice(opened.prompt.records, words, (first, jnp.int32(offset)))
+        records = _written(cfg, opened.prompt, opened.prompt.records, words, opened.start, offset)
     with jax.named_scope("attend"):
         attended = sparse_attention(
             query,
@@ -159,6 +161,21 @@ def attend_prompt(
             **layout.row_options(cfg.geometry, layer),
         )
     prompt = dataclasses.replace(opened.prompt, records=records)
-    return Attended(*attended), OpenPrompt(
-        prompt=prompt, start=opened.start, selection=opened.selection
-    )
+    return Attended(*attended), dataclasses.replace(opened, prompt=prompt)
+
+
+def _written(
+    cfg: HierarchyConfig,
+    prompt: Prompt,
+    old: Shaped[Array, "P *_"],
+    rows: Shaped[Array, "E *_"],
+    start: Int[Array, ""],
+    column: int = 0,
+) -> Shaped[Array, "P *_"]:
+    """`old` with `rows` from position `start` on, but for what the prompt knows already."""
+    first, known = (layout.complete(cfg, position) for position in (start, prompt.known))
+    at = (first, *[jnp.int32(column)] * (old.ndim - 1))
+    before = lax.optimization_barrier(lax.dynamic_slice(old, at, rows.shape))
+    own = first + jnp.arange(rows.shape[0], dtype=jnp.int32) >= known
+    own = own.reshape(-1, *[1] * (old.ndim - 1))
+    return lax.dynamic_update_slice(old, jnp.where(own, rows, before), at)
