@@ -18,11 +18,12 @@ from rich.table import Table
 
 from bench.record import RESULTS, environment, write
 from dhisparse_jax.cli.evaluate import bits_of
-from dhisparse_jax.config import HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import Session
+from dhisparse_jax.geometry import RowFormat
 from dhisparse_jax.hierarchy.formats import stored_keys, stored_rows
 from dhisparse_jax.models import registry
 from dhisparse_jax.models.hadamard import rotate_hadamard

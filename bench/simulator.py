@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from bench.script import Script
-from dhisparse_jax.config import Geometry, HierarchyConfig, RowFormat
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.adapt import adapt
 from dhisparse_jax.hierarchy.admit import admit_prompt

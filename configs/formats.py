@@ -3,8 +3,8 @@
 Knows what the formats are; knows nothing about arrays.
 """
 
-from dhisparse_jax.config import FP8
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import FP8
 
 COMPUTED = "computed"
 """The dtype that the model computes in."""

@@ -1,9 +1,9 @@
 """Presets: sizes of models that the library can serve."""
 
-from dhisparse_jax.config import FP8
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, WINDOW, V4Config
 from dhisparse_jax.configs.glm import GlmConfig, derive_indexer_types
 from dhisparse_jax.configs.rope import Yarn
+from dhisparse_jax.geometry import FP8
 
 GLM_5_3 = GlmConfig(
     vocab_size=154_880,

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dhisparse_jax import hierarchy as hierarchy
-    from dhisparse_jax.config import Geometry as Geometry
     from dhisparse_jax.config import HierarchyConfig as HierarchyConfig
     from dhisparse_jax.config import Policy as Policy
-    from dhisparse_jax.config import RowFormat as RowFormat
     from dhisparse_jax.engine.engine import Engine as Engine
     from dhisparse_jax.engine.request import Request as Request
     from dhisparse_jax.errors import UserError as UserError
+    from dhisparse_jax.geometry import Geometry as Geometry
+    from dhisparse_jax.geometry import RowFormat as RowFormat
     from dhisparse_jax.hierarchy.select import IndexInputs as IndexInputs
     from dhisparse_jax.sampling import Sampling as Sampling
     from dhisparse_jax.speculation.protocol import Draft as Draft
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from dhisparse_jax.step import forward as forward
 
 _HOMES = {
-    "Geometry": "config",
+    "Geometry": "geometry",
     "HierarchyConfig": "config",
     "Policy": "config",
     "Proposal": "speculation.protocol",
-    "RowFormat": "config",
+    "RowFormat": "geometry",
     "Draft": "speculation.protocol",
     "Drafter": "speculation.protocol",
     "Engine": "engine.engine",

@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dhisparse_jax.config import Geometry
+from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.pytree import state as pytree

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from dhisparse_jax.config import FP8, SCALED_KEYS, Geometry
 from dhisparse_jax.configs.formats import COMPUTED
+from dhisparse_jax.geometry import FP8, SCALED_KEYS, Geometry
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.models.hadamard import rotate_hadamard
 

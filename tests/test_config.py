@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import layout
 from tests.hierarchy.numpy_model import Sizes
 

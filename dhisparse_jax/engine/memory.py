@@ -7,8 +7,9 @@ import os
 import jax
 import psutil
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES, abstract
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter

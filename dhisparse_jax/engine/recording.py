@@ -25,9 +25,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.output import Packed, unpacked
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import Geometry, RowFormat
 from pallas_kernels.common.scaled_rows import ScaledRow
 
 FORMAT, VERSION = "dhisparse-selections", 1

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.config import SCALED_KEYS, Geometry, RowFormat
+from dhisparse_jax.geometry import SCALED_KEYS, Geometry, RowFormat
 from pallas_kernels.common.rows import pack
 from pallas_kernels.common.scaled_rows import ScaledRow, encode
 from pallas_kernels.index_scores.types import ScaledKeys, quantise

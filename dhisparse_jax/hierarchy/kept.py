@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Kept
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.geometry import Geometry, Kept
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_pool

@@ -18,7 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dhisparse_jax.config import Geometry, HierarchyConfig
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.geometry import Geometry
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, in_range, masked
 
 

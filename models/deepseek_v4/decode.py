@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.config import FP8, Geometry, RowFormat
 from dhisparse_jax.configs.deepseek_v4 import V4Config
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import FP8, Geometry, RowFormat
 from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dhisparse_jax.config import Geometry, Kept, RowFormat
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, V4Config
+from dhisparse_jax.geometry import Geometry, Kept, RowFormat
 from dhisparse_jax.hierarchy.kept import attend_kept, keep, kept_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.model import Beside, KeptLeaves

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.config import FP8, Geometry, RowFormat
 from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.geometry import FP8, Geometry, RowFormat
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.glm.indexer import Indexer

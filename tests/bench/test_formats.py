@@ -7,7 +7,7 @@ import pytest
 
 from bench.formats import EVERY, kept_rows, relative_error
 from bench.record import RESULTS
-from dhisparse_jax.config import RowFormat
+from dhisparse_jax.geometry import RowFormat
 
 OFF = np.array([[0.3, 0.4, 9.0]])
 

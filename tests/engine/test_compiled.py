@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine import compiled
 from dhisparse_jax.engine.forced import forced_logits
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.state import HOST_KIND, abstract
 from dhisparse_jax.sampling import Sampling

@@ -9,7 +9,7 @@ import pytest
 
 from bench.replay import as_recorded, replay
 from bench.simulate import figures
-from dhisparse_jax.config import SCALED_KEYS, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.memory import sizes
@@ -18,6 +18,7 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import check_session
 from dhisparse_jax.engine.store import load_session, save_session
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import SCALED_KEYS, RowFormat
 from dhisparse_jax.hierarchy.formats import stored_keys, stored_rows
 from tests.support.dense import dense_logits
 from tests.support.fp8 import row_words, scaled_numbers

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.adapt import adapt
 from dhisparse_jax.hierarchy.ghost import DECAY, PRIOR

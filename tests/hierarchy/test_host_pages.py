@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import layout, requests
 from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.backup import backup

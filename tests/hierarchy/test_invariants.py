@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import layout, pages, requests
 from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.invariants import check_invariants

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Kept, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import Geometry, Kept, RowFormat
 from dhisparse_jax.hierarchy import init, requests
 from dhisparse_jax.hierarchy.kept import admit_kept, attend_kept, keep, kept_rows
 

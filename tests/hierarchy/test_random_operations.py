@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import pages, requests
 from dhisparse_jax.hierarchy.admit import admit_prompt, readmit
 from dhisparse_jax.hierarchy.append import append_keys, append_row

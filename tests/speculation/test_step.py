@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.memory import sizes
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy import layout, requests
 from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.group import open_group

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dhisparse_jax.config import Geometry, RowFormat
+from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import Ran
 

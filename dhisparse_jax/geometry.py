@@ -1,0 +1,174 @@
+"""What a model keeps of a history, and what it needs of a hierarchy. Frozen and hashable."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from dhisparse_jax.errors import UserError
+from pallas_kernels.common.rows import WORD_BYTES, words_of
+from pallas_kernels.common.scaled_rows import ScaledRow
+
+MOST_SCALED = 128
+"""Numbers of an fp8 row that share a scale, at most."""
+
+FP8 = "fp8"
+"""What formats are called that have numbers of 8 bits, with scales."""
+
+SCALED_KEYS = "float8_e4m3fn"
+"""The `index_dtype` of index keys in fp8, which have a float32 scale each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """What one token keeps in one layer: `width` numbers of `dtype`.
+
+    Attributes:
+        width: numbers in a row. GLM-5.x: 512 latent + 64 rope.
+        value_width: leading numbers that attention sums up. GLM-5.x: 512.
+        dtype: name of the dtype, "float32" or "bfloat16"; or the format of rows in two precisions.
+    """
+
+    width: int
+    value_width: int
+    dtype: str | ScaledRow
+
+    def __post_init__(self) -> None:
+        """Refuse a format of rows of another width."""
+        if isinstance(self.dtype, ScaledRow) and self.dtype.width != self.width:
+            raise UserError(f"rows of {self.width} numbers have a format for {self.dtype.width}")
+
+    @classmethod
+    def fp8(cls, latent: int, rest: int, *, power_scales: bool = False) -> "RowFormat":
+        """FlashMLA's layout: e4m3 latents, a float32 scale for each 128 of them, bfloat16 rest.
+
+        Latents that are not in whole blocks of 128 get the largest blocks that divide both.
+
+        Args:
+            latent: numbers that attention sums up; quantised.
+            rest: numbers after them.
+            power_scales: whether scales are powers of two.
+        """
+        scaled = ScaledRow(
+            quantised=latent,
+            group=math.gcd(latent, MOST_SCALED),
+            scale="float32",
+            rest=rest,
+            power_scales=power_scales,
+        )
+        return cls(width=latent + rest, value_width=latent, dtype=scaled)
+
+    @property
+    def name(self) -> str:
+        """The dtype, or "fp8"."""
+        return self.dtype if isinstance(self.dtype, str) else FP8
+
+    @property
+    def words(self) -> int:
+        """int32 words in a row."""
+        if isinstance(self.dtype, ScaledRow):
+            return self.dtype.words
+        return words_of(self.width, jnp.dtype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Rows that a layer keeps of a request on the device, for itself, beside the records.
+
+    Attributes:
+        width: numbers in a row; words of it, where it is of the geometry's row format.
+        dtype: of the numbers; "int32" for words.
+        span: how many of the newest positions are read, a row each; None: rows of all.
+        rate: positions per row, where there are rows of all.
+    """
+
+    width: int
+    dtype: str
+    span: int | None = None
+    rate: int = 1
+
+    def rows(self, capacity: int, queries: int) -> int:
+        """How many rows there are for a request.
+
+        Of the newest positions a ring: whatever is written for `queries` positions overwrites only
+        what none of them reads, so rows of rejected positions leave no trace.
+        """
+        return max(1, capacity // self.rate) if self.span is None else self.span - 1 + queries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What a model needs of a hierarchy; every served model states it.
+
+    A model that compresses its history has a record for every `rate` positions, complete with the
+    last of them, and record numbers take the place of positions wherever records are meant.
+
+    Attributes:
+        row: format of a row, the same in every layer.
+        layers_per_pool: how many layers share each pool, in order. GLM-5.3: 1, 1, then 19 times 4.
+            DeepSeek-V4: 1 each, the layers between them have no rows in records.
+        top_k: how many records a query selects.
+        index_width: numbers in an index key.
+        index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS.
+        scale: factor of the attention logits. GLM-5.x: 256**-0.5.
+        index_power_scales: whether the scales of SCALED_KEYS are powers of two.
+        rate: positions per record. DeepSeek-V4: 4.
+        kept: what else the layers of each pool keep; empty: nothing.
+    """
+
+    row: RowFormat
+    layers_per_pool: tuple[int, ...]
+    top_k: int
+    index_width: int
+    index_dtype: str
+    scale: float
+    index_power_scales: bool = False
+    rate: int = 1
+    kept: tuple[tuple[Kept, ...], ...] = ()
+
+    @property
+    def index_format(self) -> str:
+        """The dtype of the index keys, or "fp8"."""
+        return FP8 if self.index_dtype == SCALED_KEYS else self.index_dtype
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of an index key, with its scale."""
+        numbers = self.index_width * jnp.dtype(self.index_dtype).itemsize
+        return numbers + (WORD_BYTES if self.index_dtype == SCALED_KEYS else 0)
+
+    @property
+    def position_bytes(self) -> float:
+        """Bytes that a position adds: to records, index keys, and what else is kept of all of them.
+
+        Without what fills up records.
+        """
+        rows = sum(self.layers_per_pool) * self.row.words * WORD_BYTES
+        keys = len(self.layers_per_pool) * self.key_bytes
+        beside = sum(
+            kept.width * jnp.dtype(kept.dtype).itemsize / kept.rate
+            for pool in self.kept
+            for kept in pool
+            if kept.span is None
+        )
+        return (rows + keys) / self.rate + beside
+
+    def fresh(self, queries: int) -> int:
+        """Most records that so many new positions complete."""
+        return -(-queries // self.rate)
+
+    def check_movable(self, what: str) -> None:
+        """Refuse what takes the history of a request elsewhere, where it is more than its records.
+
+        Raises:
+            UserError: what cannot be done, `what` with this model.
+        """
+        if self.kept:
+            raise UserError(
+                f"{what} is not possible with this model: beside records and index keys its layers "
+                "keep windows and unfinished entries, which stay in the request's row"
+            )
+
+    def kept_of(self, pool: int) -> tuple[Kept, ...]:
+        """What the layers of one pool keep."""
+        return self.kept[pool] if self.kept else ()
