@@ -7,7 +7,7 @@ from enum import StrEnum
 import jax.numpy as jnp
 
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.geometry import Geometry
+from dhisparse_jax.geometry import SCALED_KEYS, Geometry
 from pallas_kernels.common.rows import WORD_BYTES, words_of
 
 RECORD_ALIGNMENT = 128
