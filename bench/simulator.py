@@ -185,8 +185,8 @@ def _empty(cfg: HierarchyConfig) -> HierarchyState:
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         name = path[-1].name
-        wordless = name in (*HOST_LEAVES, "slots", "index_keys")
-        shape = (*leaf.shape[:-1], 0) if wordless else leaf.shape
+        words = name in (*HOST_LEAVES, "slots") or ".index_keys" in jax.tree_util.keystr(path)
+        shape = (*leaf.shape[:-1], 0) if words else leaf.shape
         return jnp.full(shape, FILL.get(name, 0), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg))
@@ -208,7 +208,8 @@ def _admit(
     cfg: HierarchyConfig, state: HierarchyState, pool: int, row: Int[Array, ""]
 ) -> HierarchyState:
     nothing = jnp.zeros((cfg.capacity, 0), jnp.int32)
-    return admit_prompt(state, cfg, pool, row, nothing, nothing.astype(jnp.float32))
+    keys = jax.tree.map(lambda every: every[0], state.pools[pool].index_keys)
+    return admit_prompt(state, cfg, pool, row, nothing, keys)
 
 
 def _steps(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dhisparse_jax.configs.formats import COMPUTED, check_history_formats
 from dhisparse_jax.configs.quantised import FLOAT, FORMATS
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.errors import UserError
@@ -37,6 +38,9 @@ class GlmConfig:
             `norm_eps` is; serving systems use `norm_eps`.
         param_dtype: Dtype that the weights are stored in.
         expert_format: Format of routed experts that stay quantised (`configs.quantised`).
+        kv_format: Format of the rows that are kept of every layer (`configs.formats`).
+        index_format: Format of the index keys.
+        power_scales: Whether the scales of the model's fp8 activations are powers of two.
 
     Raises:
         UserError: A size that no model of the family can have.
@@ -81,6 +85,9 @@ class GlmConfig:
     eos_ids: tuple[int, ...] = ()
     param_dtype: str = "bfloat16"
     expert_format: str = FLOAT
+    kv_format: str = COMPUTED
+    index_format: str = COMPUTED
+    power_scales: bool = False
 
     def __post_init__(self) -> None:
         """Checks every size; raises UserError on the first that cannot be."""
@@ -105,6 +112,7 @@ class GlmConfig:
         if self.expert_format not in (FLOAT, *FORMATS):
             known = ", ".join((FLOAT, *FORMATS))
             raise UserError(f"expert_format is {self.expert_format!r}; use one of {known}")
+        check_history_formats(self.kv_format, self.index_format, self.index_dim)
 
     def _check_counts(self) -> None:
         """Sizes are positive, except those that may switch a part off."""
@@ -245,55 +253,3 @@ def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401  # any type form
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, int | float if hint is float else hint)
-
-
-GLM_5_3 = GlmConfig(
-    vocab_size=154_880,
-    context=1_048_576,
-    num_layers=78,
-    hidden_size=6144,
-    num_heads=64,
-    q_lora_rank=2048,
-    kv_lora_rank=512,
-    qk_nope_dim=192,
-    qk_rope_dim=64,
-    v_dim=256,
-    num_dense_layers=3,
-    dense_intermediate_size=12_288,
-    num_experts=256,
-    experts_per_token=8,
-    expert_intermediate_size=2048,
-    index_heads=32,
-    index_dim=128,
-    index_top_k=2048,
-    indexer_types=derive_indexer_types(78, freq=4, offset=3),
-    rope_theta=8e6,
-    bos_id=0,
-    eos_ids=(154_820, 154_827, 154_829),
-)
-"""GLM-5.3, 753 B parameters with its MTP layer."""
-
-TINY = GlmConfig(
-    vocab_size=256,
-    context=8192,
-    num_layers=8,
-    hidden_size=256,
-    num_heads=4,
-    q_lora_rank=128,
-    kv_lora_rank=64,
-    qk_nope_dim=48,
-    qk_rope_dim=16,
-    v_dim=64,
-    num_dense_layers=3,
-    dense_intermediate_size=320,
-    num_experts=8,
-    experts_per_token=2,
-    expert_intermediate_size=96,
-    index_heads=4,
-    index_dim=32,
-    index_top_k=64,
-    indexer_types=derive_indexer_types(8, freq=4, offset=3),
-    rope_theta=1e4,
-    bos_id=0,
-)
-"""Byte-level, with GLM-5.3's structure; part of the package. Byte 0 separates its documents."""

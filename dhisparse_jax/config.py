@@ -2,17 +2,28 @@
 
 import dataclasses
 import functools
+import math
 from enum import StrEnum
 
 import jax.numpy as jnp
 
 from dhisparse_jax.errors import UserError
 from pallas_kernels.common.rows import WORD_BYTES, words_of
+from pallas_kernels.common.scaled_rows import ScaledRow
 
 RECORD_ALIGNMENT = 128
 """Bytes: TMA wants 128-byte aligned destinations, so records are padded to it."""
 
 MAX_PAGE_SLOTS = 16
+
+MOST_SCALED = 128
+"""Numbers of an fp8 row that share a scale, at most."""
+
+FP8 = "fp8"
+"""What formats are called that have numbers of 8 bits, with scales."""
+
+SCALED_KEYS = "float8_e4m3fn"
+"""The `index_dtype` of index keys in fp8, which have a float32 scale each."""
 
 GHOST_PAGES = 4
 """Pages' worth of evictions that adaptive residency remembers of every request and pool."""
@@ -33,16 +44,48 @@ class RowFormat:
     Attributes:
         width: numbers in a row. GLM-5.x: 512 latent + 64 rope.
         value_width: leading numbers that attention sums up. GLM-5.x: 512.
-        dtype: name of the dtype, "float32" or "bfloat16".
+        dtype: name of the dtype, "float32" or "bfloat16"; or the format of rows in two precisions.
     """
 
     width: int
     value_width: int
-    dtype: str
+    dtype: str | ScaledRow
+
+    def __post_init__(self) -> None:
+        """Refuse a format of rows of another width."""
+        if isinstance(self.dtype, ScaledRow) and self.dtype.width != self.width:
+            raise UserError(f"rows of {self.width} numbers have a format for {self.dtype.width}")
+
+    @classmethod
+    def fp8(cls, latent: int, rest: int, *, power_scales: bool = False) -> "RowFormat":
+        """FlashMLA's layout: e4m3 latents, a float32 scale for each 128 of them, bfloat16 rest.
+
+        Latents that are not in whole blocks of 128 get the largest blocks that divide both.
+
+        Args:
+            latent: numbers that attention sums up; quantised.
+            rest: numbers after them.
+            power_scales: whether scales are powers of two.
+        """
+        scaled = ScaledRow(
+            quantised=latent,
+            group=math.gcd(latent, MOST_SCALED),
+            scale="float32",
+            rest=rest,
+            power_scales=power_scales,
+        )
+        return cls(width=latent + rest, value_width=latent, dtype=scaled)
+
+    @property
+    def name(self) -> str:
+        """The dtype, or "fp8"."""
+        return self.dtype if isinstance(self.dtype, str) else FP8
 
     @property
     def words(self) -> int:
         """int32 words in a row."""
+        if isinstance(self.dtype, ScaledRow):
+            return self.dtype.words
         return words_of(self.width, jnp.dtype(self.dtype))
 
 
@@ -55,8 +98,9 @@ class Geometry:
         layers_per_pool: how many layers share each pool, in order. GLM-5.3: 1, 1, then 19 times 4.
         top_k: how many positions a query selects.
         index_width: numbers in an index key.
-        index_dtype: dtype of the index keys.
+        index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS.
         scale: factor of the attention logits. GLM-5.x: 256**-0.5.
+        index_power_scales: whether the scales of SCALED_KEYS are powers of two.
     """
 
     row: RowFormat
@@ -65,6 +109,24 @@ class Geometry:
     index_width: int
     index_dtype: str
     scale: float
+    index_power_scales: bool = False
+
+    @property
+    def index_format(self) -> str:
+        """The dtype of the index keys, or "fp8"."""
+        return FP8 if self.index_dtype == SCALED_KEYS else self.index_dtype
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of an index key, with its scale."""
+        numbers = self.index_width * jnp.dtype(self.index_dtype).itemsize
+        return numbers + (WORD_BYTES if self.index_dtype == SCALED_KEYS else 0)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of all rows and index keys of one position, without what fills up records."""
+        rows = sum(self.layers_per_pool) * self.row.words * WORD_BYTES
+        return rows + len(self.layers_per_pool) * self.key_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +266,9 @@ class HierarchyConfig:
     @property
     def key_words(self) -> int:
         """int32 words of an index key in host memory, padded as a record is."""
-        return _aligned(words_of(self.geometry.index_width, self.geometry.index_dtype))
+        geometry = self.geometry
+        numbers = words_of(geometry.index_width, jnp.dtype(geometry.index_dtype))
+        return _aligned(numbers + (geometry.index_dtype == SCALED_KEYS))
 
     @functools.cached_property
     def hot_pools(self) -> tuple[tuple[int, ...], ...]:

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
+from dhisparse_jax.hierarchy.formats import StoredKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.rows import pack
 from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.top_k.api import top_k
@@ -29,15 +29,15 @@ from pallas_kernels.top_k.api import top_k
 
 @pytree
 class Prompt:
-    """Records and index keys of one prompt in one group; row = position, P rows.
+    """Records and index keys of one prompt in one group, as they are stored; row = position.
 
-    P is the capacity rounded up to whole chunks, and one chunk more: the first of them may start
-    at any position. The first `known` positions were there before; they stay as they are, also
-    where they are computed again.
+    P rows: the capacity rounded up to whole chunks, and one chunk more, since the first of them may
+    start at any position. The first `known` positions were there before; they stay as they are,
+    also where they are computed again.
     """
 
     records: Int[Array, "P W"]
-    keys: Float[Array, "P index"]
+    keys: StoredKeys
     known: Int[Array, ""]
 
 
@@ -60,7 +60,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     rows = padded_capacity(cfg, chunk) + chunk
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
-        keys=jnp.zeros((rows, cfg.geometry.index_width), cfg.geometry.index_dtype),
+        keys=no_keys(cfg.geometry, rows),
         known=jnp.int32(0),
     )
 
@@ -86,8 +86,10 @@ def begin_prompt(
     empty = empty_prompt(cfg, pool, chunk)
     return Prompt(
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
-        keys=empty.keys.at[: cfg.capacity].set(
-            requests.recall_keys(state, cfg, pool, host_pages, shared)
+        keys=jax.tree.map(
+            lambda room, known: room.at[: cfg.capacity].set(known),
+            empty.keys,
+            requests.recall_keys(state, cfg, pool, host_pages, shared),
         ),
         known=shared,
     )
@@ -105,11 +107,15 @@ def open_prompt(
         index: what the indexer computed; R = 1, T = tokens in the chunk.
     """
     with jax.named_scope("append"):
-        fresh = index.keys[0].astype(prompt.keys.dtype)
-        keys = _written(prompt, prompt.keys, fresh, start, 0)
+        keys = jax.tree.map(
+            lambda every, fresh: _written(prompt, every, fresh, start),
+            prompt.keys,
+            stored_keys(cfg.geometry, index.keys[0]),
+        )
     with jax.named_scope("select"):
-        visible = start + 1 + jnp.arange(fresh.shape[0], dtype=jnp.int32)[None]
-        scores = index_scores(index.queries, index.weights, keys[None], visible)
+        visible = start + 1 + jnp.arange(index.keys.shape[1], dtype=jnp.int32)[None]
+        one = jax.tree.map(lambda every: every[None], keys)
+        scores = index_scores(index.queries, index.weights, one, visible)
         selection = top_k(scores, cfg.geometry.top_k)
     prompt = dataclasses.replace(prompt, keys=keys)
     return OpenPrompt(prompt=prompt, start=start, selection=selection)
@@ -129,7 +135,7 @@ def attend_prompt(
     row_format = cfg.geometry.row
     offset = layer * row_format.words
     with jax.named_scope("append"):
-        words = pack(row[0].astype(row_format.dtype))
+        words = stored_rows(row_format, row[0])
         records = _written(opened.prompt, opened.prompt.records, words, opened.start, offset)
     with jax.named_scope("attend"):
         values, _ = sparse_attention(
@@ -144,13 +150,14 @@ def attend_prompt(
 
 def _written(
     prompt: Prompt,
-    old: Shaped[Array, "P _"],
-    rows: Shaped[Array, "T _"],
+    old: Shaped[Array, "P *_"],
+    rows: Shaped[Array, "T *_"],
     start: Int[Array, ""],
-    column: int,
-) -> Shaped[Array, "P _"]:
+    column: int = 0,
+) -> Shaped[Array, "P *_"]:
     """`old` with `rows` from position `start` on, but for what the prompt knows already."""
-    at = (start, jnp.int32(column))
+    at = (start, *[jnp.int32(column)] * (old.ndim - 1))
     before = lax.optimization_barrier(lax.dynamic_slice(old, at, rows.shape))
     own = start + jnp.arange(rows.shape[0], dtype=jnp.int32) >= prompt.known
-    return lax.dynamic_update_slice(old, jnp.where(own[:, None], rows, before), at)
+    own = own.reshape(-1, *[1] * (old.ndim - 1))
+    return lax.dynamic_update_slice(old, jnp.where(own, rows, before), at)

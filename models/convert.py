@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models import chat
 from dhisparse_jax.models.checkpoint import (
     CONFIG_FILE,
     CONVERSION_FILE,
@@ -20,7 +21,7 @@ from dhisparse_jax.models.checkpoint import (
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.params import flatten, params_of
 
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TEXT_FILES = ("tokenizer.json", chat.CONFIG_FILE, chat.TEMPLATE_FILE)
 """What else of a published checkpoint is used: copied as it is, where it is there."""
 
 PARTIAL = ".partial"

@@ -1,7 +1,6 @@
 """Loading a published GLM-5.x or DeepSeek-V3.2 checkpoint directory, a tensor at a time."""
 
 import dataclasses
-import logging
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +13,12 @@ from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.quantised import FLOAT, name_of
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.model import GlmModel
-from dhisparse_jax.models.hf_config import parse_config, read_json
+from dhisparse_jax.models.hf_config import MTP_LAYERS, eos_ids, integer, parse_config, read_json
 from dhisparse_jax.models.hf_names import canonical_name
 from dhisparse_jax.models.hf_tensors import expert_names, pieces_of, published_shapes
 from dhisparse_jax.models.params import Nested, abstract_params, build_model, flatten, unflatten
 from dhisparse_jax.models.published import DEFAULT_BLOCK, Published, weight_block
 from dhisparse_jax.models.stream import load_arrays, on_first_device
-
-log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -64,10 +61,8 @@ def load_hf(
             wrongly shaped, or of an unsupported type.
     """
     directory = Path(directory)
-    config, block = read_config(directory)
-    tensors = find_tensors(directory, config, block)
-    if tensors.unused:
-        log.info("%d tensors of MTP layers are not used", len(tensors.unused))
+    config, block, mtp_layers = read_config(directory)
+    tensors = find_tensors(directory, config, block, mtp_layers)
     if stored_experts:
         config = dataclasses.replace(config, expert_format=_expert_format(config, tensors))
     dtype = jnp.dtype(dtype or config.param_dtype)
@@ -75,24 +70,41 @@ def load_hf(
     return Loaded(config, build_model(config, params, dtype), tensors.unused)
 
 
-def read_config(directory: Path) -> tuple[GlmConfig, tuple[int, int]]:
-    """Sizes of the model, and those of the blocks of quantised weights.
+def read_config(directory: Path) -> tuple[GlmConfig, tuple[int, int], int]:
+    """Sizes of the model, those of the blocks of quantised weights, and how many MTP layers follow.
+
+    A text ends with the ids of `config.json`, and with those of `generation_config.json` where
+    there is one.
 
     Raises:
         UserError: `config.json` is missing or damaged, or of a model that is not supported.
     """
-    path = directory / "config.json"
+    path, generation = directory / "config.json", directory / "generation_config.json"
     raw = read_json(path)
     try:
-        return parse_config(raw), weight_block(raw.get("quantization_config"))
+        config, block = parse_config(raw), weight_block(raw.get("quantization_config"))
+        mtp_layers = max(1, integer(raw, MTP_LAYERS, 1))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    if generation.is_file():
+        try:
+            more = eos_ids(read_json(generation))
+        except UserError as error:
+            raise UserError(f"{generation}: {error}") from error
+        ends = tuple(dict.fromkeys((*config.eos_ids, *more)))
+        config = dataclasses.replace(config, eos_ids=ends)
+    return config, block, mtp_layers
 
 
 def find_tensors(
-    directory: Path, config: GlmConfig, block: tuple[int, int] = DEFAULT_BLOCK
+    directory: Path,
+    config: GlmConfig,
+    block: tuple[int, int] = DEFAULT_BLOCK,
+    mtp_layers: int = 1,
 ) -> Published:
     """Locates every tensor of the model and checks names, shapes and types from the headers.
+
+    Those of so many MTP layers behind the last one are recognised, and not used.
 
     Raises:
         UserError: See `load_hf`.
@@ -102,14 +114,15 @@ def find_tensors(
         published_shapes(config),
         block=block,
         canonical=canonical_name,
-        ignored=lambda name: _is_mtp(name, config.num_layers),
+        ignored=lambda name: _is_mtp(name, config.num_layers, mtp_layers),
     )
 
 
-def _is_mtp(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to a layer behind the last one of the model."""
+def _is_mtp(name: str, num_layers: int, mtp_layers: int) -> bool:
+    """Whether a tensor belongs to one of the MTP layers behind the last one of the model."""
     match = _LAYER.match(name)
-    return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+    behind = int(match[1]) - num_layers if match else -1
+    return name.startswith("mtp.") or 0 <= behind < mtp_layers
 
 
 def _expert_format(config: GlmConfig, tensors: Published) -> str:

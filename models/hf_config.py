@@ -14,6 +14,9 @@ from dhisparse_jax.models.text import few
 GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
 MODEL_TYPES = (GLM, DEEPSEEK)
 
+MTP_LAYERS = "num_nextn_predict_layers"
+"""The entry with the number of layers that only propose tokens, behind those of the model."""
+
 # Our name: the published name.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -53,7 +56,7 @@ _READ = {
     "norm_topk_prob", "routed_scaling_factor", "indexer_types", "index_topk_pattern",
     "index_topk_freq", "index_skip_topk_offset", "indexer_rope_interleave", "rope_theta",
     "rope_parameters", "rope_scaling", "rms_norm_eps", "bos_token_id", "eos_token_id", "dtype",
-    "torch_dtype", "quantization_config", "layer_types",
+    "torch_dtype", "quantization_config", "layer_types", "scale_fmt",
 }  # fmt: skip
 
 # Entries without an effect on the arithmetic of inference, or that only repeat others.
@@ -61,9 +64,9 @@ _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
     "chunk_size_feed_forward", "ep_size", "head_dim", "id2label", "index_share_for_mtp_iteration",
     "initializer_range", "is_encoder_decoder", "label2id", "moe_layer_freq", "num_experts",
-    "num_key_value_heads", "num_local_experts", "num_nextn_predict_layers", "output_attentions",
+    "num_key_value_heads", "num_local_experts", MTP_LAYERS, "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
-    "problem_type", "qk_head_dim", "return_dict", "router_aux_loss_coef", "scale_fmt", "seq_aux",
+    "problem_type", "qk_head_dim", "return_dict", "router_aux_loss_coef", "seq_aux",
     "transformers_version", "use_cache",
 }  # fmt: skip
 _LAYER_TYPE = "indexed_attention"
@@ -125,6 +128,7 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
             "bos_id": raw.get("bos_token_id"),
             "eos_ids": eos_ids(raw),
             "param_dtype": raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
+            "power_scales": _scale_format(raw) == "ue8m0",
         }
     )
 
@@ -224,6 +228,14 @@ def _check_known(raw: Mapping[str, Any]) -> None:
     unknown = sorted(name for name in raw if name not in known and raw[name] not in off)
     if unknown:
         raise UserError(f"unknown entries that may change what the model computes: {few(unknown)}")
+
+
+def _scale_format(raw: Mapping[str, Any]) -> object:
+    """What scales of fp8 activations are: "ue8m0" for powers of two, which DeepSeek's are."""
+    quantisation = raw.get("quantization_config")
+    inner = quantisation.get("scale_fmt") if isinstance(quantisation, Mapping) else None
+    given = raw.get("scale_fmt") or inner
+    return given or ("ue8m0" if raw["model_type"] == DEEPSEEK else None)
 
 
 def _index_rope_style(raw: Mapping[str, Any]) -> str:

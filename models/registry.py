@@ -10,7 +10,6 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.models.checkpoint import CONVERSION_FILE, OWN_WEIGHTS, load_checkpoint
 from dhisparse_jax.models.glm.decode import serve
-from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -23,29 +22,43 @@ class LoadedModel:
 
     Attributes:
         name: as it was asked for.
+        directory: where its files are.
         model: the model as pure functions.
         params: its weights.
         tokenizer: text to token ids and back.
         context: most positions, prompt and new tokens together.
         eos: token ids that end a text.
+        unused: names of tensors of a published checkpoint that the model has no use for.
     """
 
     name: str
+    directory: Path
     model: ServedModel
     params: Params
     tokenizer: Tokenizer
     context: int
     eos: tuple[int, ...]
+    unused: tuple[str, ...] = ()
 
 
-def load(name: str, dtype: str = "float32", *, stored_experts: bool = True) -> LoadedModel:
+def load(
+    name: str,
+    dtype: str = "float32",
+    *,
+    stored_experts: bool = True,
+    kv_format: str | None = None,
+    index_format: str | None = None,
+) -> LoadedModel:
     """Load a model.
 
     Args:
         name: a bundled model's name, or the path of a checkpoint folder: a Hugging Face one, or
             one that `models.checkpoint` wrote.
-        dtype: "float32" or "bfloat16", of the computation and of what the hierarchy keeps.
+        dtype: "float32" or "bfloat16", of the computation, and of what the hierarchy keeps unless
+            something else is asked for.
         stored_experts: whether experts of a Hugging Face checkpoint that are quantised stay so.
+        kv_format: format of rows (`configs.formats`); None: what the model's files say.
+        index_format: format of index keys, likewise.
 
     Raises:
         UserError: there is no such model, or its files are not usable.
@@ -56,45 +69,32 @@ def load(name: str, dtype: str = "float32", *, stored_experts: bool = True) -> L
         raise UserError(
             f"unknown model {name}: neither a bundled one ({known}) nor the folder of a checkpoint"
         )
+    compute = jnp.dtype(dtype)
     if (directory / OWN_WEIGHTS).is_dir():
-        return _load_own(name, directory, dtype)
-    config, model, _ = load_hf(directory, dtype=jnp.dtype(dtype), stored_experts=stored_experts)
-    return _published(name, directory, config, model, dtype)
-
-
-def _load_own(name: str, directory: Path, dtype: str) -> LoadedModel:
-    """What training or a conversion wrote.
-
-    Training writes models of bytes, whose documents begin and end with one token.
-    """
-    config, model = load_checkpoint(directory, dtype=jnp.dtype(dtype))
-    if (directory / CONVERSION_FILE).is_file():
-        return _published(name, directory, config, model, dtype)
-    ends = config.eos_ids if config.bos_id is None else (*config.eos_ids, config.bos_id)
-    return _loaded(name, config, model, dtype, ByteTokenizer(start=config.bos_id), ends)
-
-
-def _published(
-    name: str, directory: Path, config: GlmConfig, model: GlmModel, dtype: str
-) -> LoadedModel:
-    tokenizer = load_tokenizer(directory, config.vocab_size)
-    return _loaded(name, config, model, dtype, tokenizer, config.eos_ids)
-
-
-def _loaded(
-    name: str,
-    config: GlmConfig,
-    model: GlmModel,
-    dtype: str,
-    tokenizer: Tokenizer,
-    eos: tuple[int, ...],
-) -> LoadedModel:
-    served, params = serve(model, dtype)
+        (config, model), unused = load_checkpoint(directory, dtype=compute), ()
+    else:
+        config, model, unused = load_hf(directory, dtype=compute, stored_experts=stored_experts)
+    tokenizer, ends = _text(directory, config)
+    served, params = serve(model, dtype, kv_format, index_format)
     return LoadedModel(
         name=name,
+        directory=directory,
         model=served,
         params=params,
         tokenizer=tokenizer,
         context=config.context,
-        eos=eos,
+        eos=ends,
+        unused=unused,
     )
+
+
+def _text(directory: Path, config: GlmConfig) -> tuple[Tokenizer, tuple[int, ...]]:
+    """How a model's text is read, and the ids that end one.
+
+    Training writes models of bytes, whose documents begin and end with one token.
+    """
+    own = (directory / OWN_WEIGHTS).is_dir() and not (directory / CONVERSION_FILE).is_file()
+    if not own:
+        return load_tokenizer(directory, config.vocab_size), config.eos_ids
+    ends = config.eos_ids if config.bos_id is None else (*config.eos_ids, config.bos_id)
+    return ByteTokenizer(start=config.bos_id), ends

@@ -90,19 +90,18 @@ class FileTokenizer:
             for entry in added
         }
 
-    def encode(self, data: bytes) -> tuple[int, ...]:
+    def encode(self, data: bytes, *, bare: bool = False) -> tuple[int, ...]:
         """Token ids, with the special tokens that the file puts around a text.
+
+        Args:
+            data: UTF-8 text, in which the texts of special tokens are those tokens.
+            bare: put nothing around it, since it has its special tokens already.
 
         Raises:
             UserError: `data` is not UTF-8, or the file gives ids that the model does not have.
         """
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"not UTF-8 text at byte {error.start}, which {self._path} needs"
-            ) from error
-        tokens = tuple(self._backend.encode(text).ids)
+        text = text_of(data, str(self._path))
+        tokens = tuple(self._backend.encode(text, add_special_tokens=not bare).ids)
         largest = max(tokens, default=0)
         if largest >= self._vocab_size:
             raise UserError(
@@ -122,6 +121,14 @@ class FileTokenizer:
             return self._added[token]
         text = self._backend.id_to_token(token) or ""
         return bytes(byte_of[character] for character in text if character in byte_of)
+
+
+def text_of(data: bytes, reader: str) -> str:
+    """UTF-8 bytes as text. Raises UserError where they are none, which `reader` needs."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text at byte {error.start}, which {reader} needs") from error
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
 from dhisparse_jax.cli.report import OutputFile, decode_document, output_files
@@ -30,11 +32,13 @@ class DecodeOptions:
 
     model: str
     dtype: opt.DtypeName
+    formats: fmt.FormatOptions
     prompt_files: tuple[str, ...]
+    chat: bool
     max_new_tokens: int
     hierarchy: opt.HierarchyOptions
     draft: opt.DraftOptions
-    sampling: opt.SamplingOptions
+    sampling: draws.SamplingOptions
     json: Path | None
     record_selections: Path | None
     trace_dir: Path | None
@@ -43,18 +47,21 @@ class DecodeOptions:
 def decode(  # noqa: PLR0913  # one parameter an option
     model: opt.Model = opt.BUNDLED_MODEL,
     prompt_file: opt.PromptFiles = None,
+    chat: opt.Chat = False,
     max_new_tokens: opt.MaxNewTokens = NEW_TOKENS,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
+    kv_format: fmt.KvFormat = None,
+    index_format: fmt.IndexFormat = None,
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
     host_memory: opt.HostMemory = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    seed: opt.Seed = 0,
+    temperature: draws.Temperature = 0.0,
+    top_k: draws.TopK = 0,
+    top_p: draws.TopP = 1.0,
+    seed: draws.Seed = 0,
     json: opt.Json = None,
     record_selections: opt.RecordSelections = None,
     trace_dir: opt.TraceDir = None,
@@ -69,13 +76,15 @@ def decode(  # noqa: PLR0913  # one parameter an option
         DecodeOptions(
             model=model,
             dtype=dtype,
+            formats=fmt.FormatOptions(kv_format, index_format),
             prompt_files=tuple(prompt_file or ()),
+            chat=chat,
             max_new_tokens=max_new_tokens,
             hierarchy=opt.HierarchyOptions(
                 policy, hot_rows, batch, record_selections is not None, host_memory
             ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
-            sampling=opt.SamplingOptions(temperature, top_k, top_p, seed),
+            sampling=draws.SamplingOptions(temperature, top_k, top_p, seed),
             json=json,
             record_selections=record_selections,
             trace_dir=trace_dir,
@@ -143,7 +152,7 @@ def prepare(
     """Load the model, encode the prompts, and make an engine that they fit into."""
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
-    loaded = load_model(options.model, options.dtype)
+    loaded = load_model(options.model, options.dtype, options.formats)
     draft = load_draft(options.draft, loaded)
     if not prompts:
         prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))
@@ -167,7 +176,7 @@ def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) 
     from dhisparse_jax.engine.request import Request
     from dhisparse_jax.sampling import Sampling
 
-    tokens = encode(loaded, prompt)
+    tokens = encode(loaded, prompt, chat=options.chat)
     if len(tokens) >= loaded.context:
         raise UserError(
             f"{prompt.name} has {len(tokens):,} tokens; {loaded.name} has a context of "

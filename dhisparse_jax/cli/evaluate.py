@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.prompts import Prompt, read_prompts
 from dhisparse_jax.cli.report import json_line
@@ -60,6 +61,8 @@ def evaluate(
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
+    kv_format: fmt.KvFormat = None,
+    index_format: fmt.IndexFormat = None,
 ) -> None:
     """Bits per byte of each file: how well the model predicts it.
 
@@ -72,16 +75,22 @@ def evaluate(
     The last line of standard output is one JSON object:
     {"files": [{"name", "bytes", "bits_per_byte"}], "bits_per_byte"}.
     """
-    run(read_prompts(files), model, dtype, opt.HierarchyOptions(policy, hot_rows, batch=1))
+    formats = fmt.FormatOptions(kv_format, index_format)
+    hierarchy = opt.HierarchyOptions(policy, hot_rows, batch=1)
+    run(read_prompts(files), model, dtype, formats, hierarchy)
 
 
 def run(
-    prompts: Sequence[Prompt], model: str, dtype: opt.DtypeName, hierarchy: opt.HierarchyOptions
+    prompts: Sequence[Prompt],
+    model: str,
+    dtype: opt.DtypeName,
+    formats: fmt.FormatOptions,
+    hierarchy: opt.HierarchyOptions,
 ) -> None:
     """Score the files one after the other, print a line for each, then the JSON object."""
     from dhisparse_jax.cli.session import encode, load_model, make_engine
 
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, formats)
     encoded = [encode(loaded, prompt) for prompt in prompts]
     longest = window_length(loaded.context)
     engine = make_engine(

@@ -11,16 +11,11 @@ from dhisparse_jax.cli.checks import (
     AUTO,
     count,
     draft_length,
-    not_negative,
     positive,
-    probability,
-    seed_value,
-    top_k,
 )
 
 HIERARCHY = "KV hierarchy"
 SPECULATION = "Speculation"
-SAMPLING = "Sampling"
 OUTPUT = "Output"
 
 BUNDLED_MODEL = "tiny"
@@ -94,16 +89,6 @@ class DraftOptions:
         if name is None:
             name = BUNDLED_DRAFT if model == BUNDLED_MODEL else NO_DRAFT
         return cls(name, None if length is None or auto else int(length), auto)
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """The options of sampling, as given; `dhisparse_jax.sampling.Sampling` says what they mean."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
 
 
 Model = Annotated[
@@ -211,52 +196,17 @@ PromptFiles = Annotated[
         "4 standard library modules that tiny was not trained on.",
     ),
 ]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Answer the text instead of continuing it, by the checkpoint's chat template.",
+    ),
+]
 MaxNewTokens = Annotated[
     int,
     typer.Option(
         "--max-new-tokens", "-n", metavar="N", callback=count, help="Tokens to add, at most."
-    ),
-]
-
-# How a token is chosen
-Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        callback=not_negative,
-        help="0: the most likely token; the higher, the more random.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopK = Annotated[
-    int,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        callback=top_k,
-        help="Sample from the K most likely tokens; 0: from all.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        callback=probability,
-        help="Sample from the most likely tokens that together have this probability; 1: all.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        "--seed",
-        metavar="S",
-        callback=seed_value,
-        help="The same seed and prompts give the same tokens.",
-        rich_help_panel=SAMPLING,
     ),
 ]
 

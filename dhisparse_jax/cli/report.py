@@ -31,6 +31,8 @@ class Setting:
     jax_version: str
     policy: str
     draft: str = "none"
+    kv_format: str = "float32"
+    index_format: str = "float32"
 
 
 def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> dict[str, Any]:
@@ -41,6 +43,8 @@ def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> di
         "jax_version": setting.jax_version,
         "policy": setting.policy,
         "draft": setting.draft,
+        "kv_format": setting.kv_format,
+        "index_format": setting.index_format,
         "requests": [
             {
                 "name": request.name,

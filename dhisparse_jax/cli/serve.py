@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt
@@ -31,13 +33,14 @@ class ServeOptions:
 
     model: str
     dtype: opt.DtypeName
+    formats: fmt.FormatOptions
     trace: Path
     virtual: bool
     tpot_ms: float | None
     interval: float
     hierarchy: opt.HierarchyOptions
     draft: opt.DraftOptions
-    sampling: opt.SamplingOptions
+    sampling: draws.SamplingOptions
     json: Path | None
     record_selections: Path | None
 
@@ -46,6 +49,8 @@ def serve(  # noqa: PLR0913  # one parameter an option
     trace: own.Trace,
     model: opt.Model = opt.BUNDLED_MODEL,
     dtype: opt.Dtype = opt.DtypeName.FLOAT32,
+    kv_format: fmt.KvFormat = None,
+    index_format: fmt.IndexFormat = None,
     time: own.Time = own.TimeName.VIRTUAL,
     tpot_ms: own.TpotMs = None,
     interval: own.Interval = 1.0,
@@ -55,9 +60,9 @@ def serve(  # noqa: PLR0913  # one parameter an option
     host_memory: opt.HostMemory = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
+    temperature: draws.Temperature = 0.0,
+    top_k: draws.TopK = 0,
+    top_p: draws.TopP = 1.0,
     json: opt.Json = None,
     record_selections: opt.RecordSelections = None,
 ) -> None:
@@ -72,6 +77,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
         ServeOptions(
             model=model,
             dtype=dtype,
+            formats=fmt.FormatOptions(kv_format, index_format),
             trace=trace,
             virtual=time is own.TimeName.VIRTUAL,
             tpot_ms=tpot_ms,
@@ -80,7 +86,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
                 policy, hot_rows, batch, record_selections is not None, host_memory
             ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
-            sampling=opt.SamplingOptions(temperature, top_k, top_p, 0),
+            sampling=draws.SamplingOptions(temperature, top_k, top_p, 0),
             json=json,
             record_selections=record_selections,
         )
@@ -150,7 +156,7 @@ def prepare(
     from dhisparse_jax.engine.pace import Limits
     from dhisparse_jax.engine.replay import Arrival
 
-    loaded = load_model(options.model, options.dtype)
+    loaded = load_model(options.model, options.dtype, options.formats)
     bound = None if options.tpot_ms is None else options.tpot_ms / 1e3
     asked = options.draft
     if bound is not None and asked.name != opt.NO_DRAFT:

@@ -5,6 +5,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import typer
+
+from dhisparse_jax.cli.format_options import FormatOptions
 from dhisparse_jax.cli.options import (
     MOST_AT_ONCE,
     NO_DRAFT,
@@ -31,17 +34,29 @@ if TYPE_CHECKING:
     from dhisparse_jax.speculation.schedule import Rule
 
 LEAST_TAIL = 16
+AS_STORED = FormatOptions()
 
 
 def load_model(
     name: str,
     dtype: DtypeName = DtypeName.FLOAT32,
+    formats: FormatOptions = AS_STORED,
     experts: ExpertsName = ExpertsName.STORED,
 ) -> "LoadedModel":
     """Load `tiny` or a checkpoint folder. Raises UserError where there is none that works."""
     from dhisparse_jax.models import registry
 
-    return registry.load(name, dtype.value, stored_experts=experts is ExpertsName.STORED)
+    loaded = registry.load(
+        name,
+        dtype.value,
+        stored_experts=experts is ExpertsName.STORED,
+        kv_format=formats.rows and formats.rows.value,
+        index_format=formats.keys and formats.keys.value,
+    )
+    if loaded.unused:
+        count = len(loaded.unused)
+        typer.echo(f"{name}: {count} tensors of MTP layers are not used", err=True)
+    return loaded
 
 
 def load_draft(options: DraftOptions, loaded: "LoadedModel") -> "Draft":
@@ -67,15 +82,32 @@ def rule_of(drafter: "Drafter", auto: bool) -> "Rule":
     return Rule.STALE if drafter.estimates_confidence else Rule.HISTORY
 
 
-def encode(loaded: "LoadedModel", prompt: Prompt) -> tuple[int, ...]:
-    """Tokens of a text. Raises UserError where the vocabulary cannot hold it, or it has none."""
+def encode(loaded: "LoadedModel", prompt: Prompt, *, chat: bool = False) -> tuple[int, ...]:
+    """Tokens of a text, or with `chat` of a conversation in which a user says it.
+
+    Raises:
+        UserError: the vocabulary cannot hold it, it has none, or there is no usable chat template.
+    """
     try:
-        tokens = loaded.tokenizer.encode(prompt.data)
+        tokens = chat_tokens(loaded, prompt) if chat else loaded.tokenizer.encode(prompt.data)
     except UserError as error:
         raise UserError(f"{prompt.name}: {error}") from error
     if not tokens:
         raise UserError(f"{prompt.name} gives no tokens; at least one is needed")
     return tokens
+
+
+def chat_tokens(loaded: "LoadedModel", prompt: Prompt) -> tuple[int, ...]:
+    """Tokens of a conversation up to where the answer begins. Raises UserError as `encode`."""
+    from dhisparse_jax.models.chat import load_chat_template
+    from dhisparse_jax.models.tokenizer import FileTokenizer, text_of
+
+    template = load_chat_template(loaded.directory)
+    if not isinstance(loaded.tokenizer, FileTokenizer):
+        raise UserError(f"--chat needs the tokenizer.json of {loaded.directory}, which is missing")
+    message = text_of(prompt.data, "a chat template")
+    text = template.render([{"role": "user", "content": message}])
+    return loaded.tokenizer.encode(text.encode(), bare=True)
 
 
 def make_engine(
@@ -175,4 +207,6 @@ def setting_of(loaded: "LoadedModel", policy: PolicyName, draft: str = NO_DRAFT)
         jax_version=jax.__version__,
         policy=policy.value,
         draft=draft,
+        kv_format=loaded.model.geometry.row.name,
+        index_format=loaded.model.geometry.index_format,
     )

@@ -51,6 +51,8 @@ def _what(setting: Setting) -> list[tuple[str, str]]:
         ("model", setting.model),
         ("policy", setting.policy),
         ("draft", setting.draft),
+        ("rows", setting.kv_format),
+        ("index keys", setting.index_format),
         ("backend", f"{setting.backend}, jax {setting.jax_version}"),
     ]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dhisparse_jax.cli import checkpoint_options as own
+from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.report import json_line
 from dhisparse_jax.errors import UserError
@@ -58,8 +59,13 @@ def verify_hf(
     split: own.Split = None,
     queries: own.Queries = 1,
     tolerance: own.Tolerance = TOLERANCE,
+    kv_format: fmt.KvFormat = None,
+    index_format: fmt.IndexFormat = None,
 ) -> None:
     """Compare logits with a reference's, in float32, through prefill and decode.
+
+    History in another format than float32 differs from the reference by what the format rounds:
+    choose a --tolerance for it.
 
     The first --split tokens are prefilled, the others are decoded from the ids given, --queries of
     them per step, and the logits of every position are compared.
@@ -75,7 +81,7 @@ def verify_hf(
     tokens = read_inputs(folder)
     reference = read_reference(folder, len(tokens))
     split = choose_split(split, len(tokens))
-    loaded = load_model(directory)
+    loaded = load_model(directory, formats=fmt.FormatOptions(kv_format, index_format))
     check_vocabulary(loaded, tokens, reference)
     hierarchy = opt.HierarchyOptions(policy, hot_rows, 1)
     engine = make_engine(loaded, hierarchy, requests=1, positions=len(tokens), queries=queries)

@@ -239,8 +239,8 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    records, keys = prompt.records[: cfg.capacity], prompt.keys[: cfg.capacity]
-    return admit_prompt(state, cfg, pool, row, records, keys, kept)
+    own = jax.tree.map(lambda rows: rows[: cfg.capacity], (prompt.records, prompt.keys))
+    return admit_prompt(state, cfg, pool, row, *own, kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with

@@ -38,9 +38,9 @@ class Paged:
 
 def session_bytes(machine: Machine, positions: int) -> int:
     """Bytes of the arrays of a session with so many committed positions."""
-    cfg, geometry = machine.cfg, machine.cfg.geometry
+    cfg = machine.cfg
     words = sum(cfg.record_words(pool) for pool in range(cfg.pools))
-    keys = cfg.pools * geometry.index_width * jnp.dtype(geometry.index_dtype).itemsize
+    keys = cfg.pools * cfg.geometry.key_bytes
     return positions * (words * WORD_BYTES + keys) + machine.sizes.draft_bytes // cfg.requests
 
 
@@ -101,7 +101,7 @@ def capture(
         draw=draw,
         produced=tuple(produced),
         records=tuple(pool.records[:length].copy() for pool in pools),
-        keys=tuple(pool.keys[:length].copy() for pool in pools),
+        keys=tuple(jax.tree.map(lambda keys: keys[:length].copy(), pool.keys) for pool in pools),
         ring=tuple(jax.tree.leaves(ring)),
     )
 
@@ -146,6 +146,6 @@ def _prompt(machine: Machine, pool: int, session: Session) -> Prompt:
     like = jax.eval_shape(lambda: empty_prompt(machine.cfg, pool, machine.compiled.chunk))
     return Prompt(
         records=padded(like.records, session.records[pool]),
-        keys=padded(like.keys, session.keys[pool]),
+        keys=jax.tree.map(padded, like.keys, session.keys[pool]),
         known=machine.commit(np.zeros((), np.int32)),
     )

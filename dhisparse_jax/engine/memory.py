@@ -58,7 +58,7 @@ def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     regions = [_regions(cfg, number) for number in range(len(cfg.hot_pools))]
     hot, tail, staging = (sum(column) for column in zip(*regions, strict=True))
     host = sum(size(getattr(pool, leaf)) for pool in state.pools for leaf in HOST_LEAVES)
-    index = sum(size(pool.index_keys) for pool in state.pools)
+    index = sum(size(leaf) for pool in state.pools for leaf in jax.tree.leaves(pool.index_keys))
     every = sum(size(leaf) for leaf in jax.tree.leaves(state))
     tables = every - host - index - hot - tail - staging
     kept = jax.eval_shape(lambda: drafter.init(cfg.requests))

@@ -28,6 +28,7 @@ from jaxtyping import Int, UInt8
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.engine.output import Packed, unpacked
 from dhisparse_jax.errors import UserError
+from pallas_kernels.common.scaled_rows import ScaledRow
 
 FORMAT, VERSION = "dhisparse-selections", 1
 END, JOIN, ADMIT, LEAVE, STEP = range(5)
@@ -198,7 +199,10 @@ def _head(file: BinaryIO, path: Path) -> dict[str, Any]:
 
 def _config(fields: dict[str, Any]) -> HierarchyConfig:
     geometry: dict[str, Any] = dict(fields["geometry"])
-    geometry["row"] = RowFormat(**geometry["row"])
+    row = dict(geometry["row"])
+    if isinstance(row["dtype"], dict):
+        row["dtype"] = ScaledRow(**row["dtype"])
+    geometry["row"] = RowFormat(**row)
     geometry["layers_per_pool"] = tuple(geometry["layers_per_pool"])
     typed: dict[str, Any] = {"geometry": Geometry(**geometry), "policy": Policy(fields["policy"])}
     return HierarchyConfig(**{**fields, **typed})

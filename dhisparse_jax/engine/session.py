@@ -8,16 +8,21 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from dhisparse_jax.config import Geometry, HierarchyConfig
+from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.model import Params
+from pallas_kernels.index_scores.types import ScaledKeys
 
 SAMPLED = 64
 """Numbers of a weight that its model's name depends on."""
 
 IMPORTED = "none"
 """The draft of a session whose history no draft has read."""
+
+HostKeys = Float[np.ndarray, "n index"] | ScaledKeys
+"""Index keys as a hierarchy stores them, in host arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Session:
     draw: int
     produced: tuple[int, ...]
     records: tuple[Int[np.ndarray, "n _"], ...]
-    keys: tuple[Float[np.ndarray, "n index"], ...]
+    keys: tuple[HostKeys, ...]
     ring: tuple[np.ndarray, ...]
 
     @property
@@ -95,7 +100,7 @@ def imported(
     model: str,
     request: Request,
     records: Sequence[Int[np.ndarray, "n _"]],
-    keys: Sequence[Float[np.ndarray, "n index"]],
+    keys: Sequence[HostKeys],
 ) -> Session:
     """A session of KV computed elsewhere: that of all tokens of the prompt but the last.
 
@@ -126,7 +131,8 @@ def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
     name, length = session.request.name, len(session.text) - 1
     if session.model != model:
         raise UserError(
-            f"{name}: the session is of model {session.model}, this is {model}; load its model"
+            f"{name}: the session is of model {session.model}, this is {model}; load its model, "
+            "with the formats of its history"
         )
     if length < 1:
         raise UserError(f"{name}: the session has {length} positions; submit its request instead")
@@ -135,14 +141,11 @@ def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
             f"{name}: the session has {length} positions and the token after them, the context is "
             f"{cfg.capacity}; it must be at least {length + 2}"
         )
-    wanted = _shapes(cfg.geometry, cfg, length)
-    found = [(pool.shape, keys.shape) for pool, keys in zip(session.records, session.keys)]  # noqa: B905  # compared below
+    shapes = lambda *arrays: tuple(leaf.shape for leaf in jax.tree.leaves(arrays))
+    wanted = [
+        ((length, cfg.record_words(pool)), *shapes(key_shapes(cfg.geometry, length)))
+        for pool in range(cfg.pools)
+    ]
+    found = [shapes(pool, keys) for pool, keys in zip(session.records, session.keys)]  # noqa: B905  # compared below
     if found != wanted or len(session.records) != len(session.keys):
         raise UserError(f"{name}: records and keys have shapes {found}; needed are {wanted}")
-
-
-def _shapes(
-    geometry: Geometry, cfg: HierarchyConfig, length: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    keys = (length, geometry.index_width)
-    return [((length, cfg.record_words(pool)), keys) for pool in range(cfg.pools)]

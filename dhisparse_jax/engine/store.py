@@ -25,6 +25,7 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import Session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.sampling import Sampling
+from pallas_kernels.index_scores.types import ScaledKeys
 
 FORMAT = 1
 _HEAD, _ARRAYS = "session.json", "arrays"
@@ -83,11 +84,25 @@ def _saves(folder: Path) -> list[int]:
 
 
 def _arrays(session: Session) -> dict[str, np.ndarray]:
-    return {
+    named = {
         f"{name}_{number}": array
         for name in _LISTS
         for number, array in enumerate(getattr(session, name))
     }
+    scaled = {name: keys for name, keys in named.items() if isinstance(keys, ScaledKeys)}
+    parts = {
+        f"{name}_{part}": array
+        for name, keys in scaled.items()
+        for part, array in keys._asdict().items()
+    }
+    return {name: array for name, array in named.items() if name not in scaled} | parts
+
+
+def _array(arrays: dict[str, Any], name: str) -> np.ndarray | ScaledKeys:
+    """The reverse of `_arrays` for one name."""
+    if name in arrays:
+        return arrays[name]
+    return ScaledKeys(*(arrays[f"{name}_{part}"] for part in ScaledKeys._fields))
 
 
 def _head(session: Session) -> dict[str, Any]:
@@ -105,8 +120,9 @@ def _session(head: dict[str, Any], arrays: dict[str, np.ndarray]) -> Session:
         sampling=Sampling(**asked["sampling"]),
         stop=tuple(asked["stop"]),
     )
-    lists = {
-        name: tuple(arrays[f"{name}_{number}"] for number in range(head[name])) for name in _LISTS
+    lists: dict[str, tuple[Any, ...]] = {
+        name: tuple(_array(arrays, f"{name}_{number}") for number in range(head[name]))
+        for name in _LISTS
     }
     return Session(
         model=head["model"],

@@ -7,11 +7,13 @@ and the index keys, and writes nothing to the host.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.formats import StoredKeys
 from dhisparse_jax.hierarchy.keys import packed_keys
 from dhisparse_jax.hierarchy.requests import recall_keys
 from dhisparse_jax.hierarchy.state import HierarchyState
@@ -28,7 +30,7 @@ def admit_prompt(
     pool: int,
     request: Int[Array, ""],
     records: Int[Array, "C W"],
-    keys: Float[Array, "C index"],
+    keys: StoredKeys,
     start: Int[Array, ""] | int = 0,
 ) -> HierarchyState:
     """Store a prefilled prompt in one pool: in host memory, index keys, tail, and hot slots.
@@ -42,22 +44,21 @@ def admit_prompt(
         pool: which pool.
         request: row of the request.
         records: records by position; rows at and beyond the length are ignored.
-        keys: index keys by position.
+        keys: index keys by position, as they are stored.
         start: int32 positions below are in shared host pages, and not written.
     """
     mine = state.pools[pool]
-    keys = keys.astype(mine.index_keys.dtype)
     position = jnp.arange(cfg.capacity, dtype=jnp.int32)
     fresh = masked(position, (position >= start) & (position < state.length[request]))
     (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
     host, host_keys = backup_op(
         [mine.host, mine.host_keys],
-        [records, packed_keys(mine, keys)],
+        [records, packed_keys(cfg, keys)],
         rows,
         jnp.stack([position, position]),
     )
-    index_keys = mine.index_keys.at[request].set(keys)
-    state = with_pool(state, pool, host=host, host_keys=host_keys, index_keys=index_keys)
+    state = with_pool(state, pool, host=host, host_keys=host_keys)
+    state = _with_keys(state, pool, request, keys)
     state, position, slot = _place(state, cfg, pool, request)
     number, _ = cfg.hot_pool_of(pool)
     slots = state.hot[number].slots
@@ -77,9 +78,9 @@ def readmit(
         pool: which pool.
         request: row of the request.
     """
-    pages, index_keys = state.host_page_of[request], state.pools[pool].index_keys
+    pages = state.host_page_of[request]
     keys = recall_keys(state, cfg, pool, pages, state.length[request])
-    state = with_pool(state, pool, index_keys=index_keys.at[request].set(keys))
+    state = _with_keys(state, pool, request, keys)
     state, position, slot = _place(state, cfg, pool, request)
     number, _ = cfg.hot_pool_of(pool)
     rows = layout.host_rows(cfg, pages[None], position[None])
@@ -87,6 +88,15 @@ def readmit(
     fetches = Fetches(rows, slot[None], count[None])
     slots = retrieve_op(state.pools[pool].host, state.hot[number].slots, fetches)
     return with_hot_slots(state, number, slots)
+
+
+def _with_keys(
+    state: HierarchyState, pool: int, request: Int[Array, ""], keys: StoredKeys
+) -> HierarchyState:
+    """The index keys of a whole row."""
+    put = lambda every, mine: every.at[request].set(mine)
+    index_keys = jax.tree.map(put, state.pools[pool].index_keys, keys)
+    return with_pool(state, pool, index_keys=index_keys)
 
 
 def _place(

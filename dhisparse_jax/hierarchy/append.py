@@ -1,15 +1,16 @@
 """Append: new index keys and new rows of this step's T queries, provisional until `commit`."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.formats import stored_keys, stored_rows
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot_slots, with_pool
 from pallas_kernels.common.ids import NO_SLOT, dropping
-from pallas_kernels.common.rows import pack
 
 
 def query_positions(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:
@@ -22,9 +23,13 @@ def append_keys(
 ) -> HierarchyState:
     """Write the index keys of the new positions. Rows of inactive requests are not touched."""
     position = jnp.where(state.active[:, None], query_positions(state, cfg), NO_SLOT)
-    old = state.pools[pool].index_keys
     row = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
-    new = old.at[row, dropping(position, cfg.capacity)].set(keys.astype(old.dtype), mode="drop")
+    place = row, dropping(position, cfg.capacity)
+    new = jax.tree.map(
+        lambda old, fresh: old.at[place].set(fresh, mode="drop"),
+        state.pools[pool].index_keys,
+        stored_keys(cfg.geometry, keys),
+    )
     return with_pool(state, pool, index_keys=new)
 
 
@@ -42,7 +47,7 @@ def append_row(
         cfg: its sizes.
         pool: which pool.
         layer: place of the layer among the layers of the pool: its place in a record.
-        row: the new rows, cast to the dtype of the row format.
+        row: the new rows, which the row format stores.
 
     Raises:
         UserError: the pool has no such layer, or rows have another width than the geometry says.
@@ -58,7 +63,7 @@ def append_row(
     )
     slot = layout.tail_slot(cfg, pool, request, query_positions(state, cfg))
     slot = jnp.where(state.active[:, None], slot, NO_SLOT)
-    words = pack(row.astype(cfg.geometry.row.dtype))
+    words = stored_rows(cfg.geometry.row, row)
     column = layer * cfg.geometry.row.words + jnp.arange(words.shape[-1], dtype=jnp.int32)
     old = state.hot[number].slots
     place = dropping(slot, old.shape[0])[:, :, None]

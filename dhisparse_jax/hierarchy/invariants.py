@@ -165,10 +165,11 @@ def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
     rows = _host_rows(host, cfg)
     committed = np.arange(cfg.capacity) < host.length[:, None]
     committed &= rows < cfg.host_rows  # else `host_pages_held` is false
+    keys_of = lambda pool: jax.tree.map(lambda keys: keys[committed], pool.index_keys)
     return all(
         np.array_equal(
             pool.host_keys[rows[committed]],
-            np.asarray(packed_keys(pool, jnp.asarray(pool.index_keys[committed]))),
+            np.asarray(packed_keys(cfg, jax.tree.map(jnp.asarray, keys_of(pool)))),
         )
         for pool in host.pools
     )

@@ -27,7 +27,7 @@ def row_options(cfg: HierarchyConfig, layer: int) -> dict[str, Any]:
     row = cfg.geometry.row
     return {
         "offset": layer * row.words,
-        "row_format": jnp.dtype(row.dtype),
+        "row_format": jnp.dtype(row.dtype) if isinstance(row.dtype, str) else row.dtype,
         "value_width": row.value_width,
         "scale": cfg.geometry.scale,
     }

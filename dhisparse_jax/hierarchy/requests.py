@@ -14,12 +14,13 @@ the same pages, then `admit.readmit`, which reads them.
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
+from dhisparse_jax.hierarchy.formats import StoredKeys
 from dhisparse_jax.hierarchy.ghost import expected_misses, forget
 from dhisparse_jax.hierarchy.keys import unpacked_keys
 from dhisparse_jax.hierarchy.pages import set_budgets
@@ -103,7 +104,7 @@ def recall_keys(
     pool: int,
     host_pages: Int[Array, " N"],
     count: Int[Array, ""],
-) -> Float[Array, "C index"]:
+) -> StoredKeys:
     """Read the index keys of the first `count` positions that lie in host pages; then come zeros.
 
     Arguments as in `recall`.
@@ -111,7 +112,7 @@ def recall_keys(
     keys = state.pools[pool].host_keys
     room = jnp.zeros((cfg.capacity, keys.shape[1]), jnp.int32)
     fetches = _first(cfg, host_pages, count)
-    return unpacked_keys(state.pools[pool], retrieve_op(keys, room, fetches))
+    return unpacked_keys(cfg, retrieve_op(keys, room, fetches))
 
 
 def _first(cfg: HierarchyConfig, host_pages: Int[Array, " N"], count: Int[Array, ""]) -> Fetches:

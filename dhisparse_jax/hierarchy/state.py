@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.pytree import state
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
@@ -52,7 +54,7 @@ class PoolState:
     host_keys: Int[Array, "H Wk"]
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
-    index_keys: Float[Array, "R C index"]
+    index_keys: Keys
 
 
 @state
@@ -143,7 +145,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
             host_keys=shape((cfg.host_rows, cfg.key_words), i32),
             slot_of=shape((r, c), i32),
             pages=shape((r, cfg.max_pages), i32),
-            index_keys=shape((r, c, cfg.geometry.index_width), cfg.geometry.index_dtype),
+            index_keys=key_shapes(cfg.geometry, r, c),
         )
         for pool in range(cfg.pools)
     )

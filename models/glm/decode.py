@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.config import Geometry, RowFormat
+from dhisparse_jax.config import FP8, SCALED_KEYS, Geometry, RowFormat
+from dhisparse_jax.configs.formats import COMPUTED
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Opened, OpenFn, Params, Taps
 from dhisparse_jax.models.glm.indexer import Indexer
 from dhisparse_jax.models.glm.model import GlmModel
+from dhisparse_jax.models.hadamard import rotate_hadamard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +28,40 @@ class GlmServed:
     Attributes:
         config: sizes.
         graph: structure of the NNX model; hashable, so that it can be static under `jit`.
-        row_dtype: dtype of the rows and index keys in the hierarchy.
+        dtype: of the computation, and of what the hierarchy keeps if `config` says no other.
     """
 
     config: GlmConfig
     graph: nnx.GraphDef[GlmModel]
-    row_dtype: str
+    dtype: str
 
     @property
     def geometry(self) -> Geometry:
         """One pool per selection group; a row is the latent and the rotated key of one token."""
         config = self.config
-        row = RowFormat(width=config.row_dim, value_width=config.kv_lora_rank, dtype=self.row_dtype)
+        index = config.index_format
         return Geometry(
-            row=row,
+            row=self._row,
             layers_per_pool=tuple(len(group) for group in config.groups),
             top_k=config.index_top_k,
             index_width=config.index_dim,
-            index_dtype=self.row_dtype,
+            index_dtype=SCALED_KEYS if index == FP8 else self._dtype_of(index),
             scale=config.attention_scale,
+            index_power_scales=index == FP8 and config.power_scales,
         )
+
+    @property
+    def _row(self) -> RowFormat:
+        config = self.config
+        if config.kv_format == FP8:
+            return RowFormat.fp8(
+                config.kv_lora_rank, config.qk_rope_dim, power_scales=config.power_scales
+            )
+        dtype = self._dtype_of(config.kv_format)
+        return RowFormat(width=config.row_dim, value_width=config.kv_lora_rank, dtype=dtype)
+
+    def _dtype_of(self, form: str) -> str:
+        return self.dtype if form == COMPUTED else form
 
     @property
     def context(self) -> int:
@@ -85,7 +101,7 @@ class GlmServed:
             projected = block.attention.project(normed, positions)
             if place == 0:
                 index = _index_inputs(block.indexer, normed, projected.q_lora, positions)
-                opened = open_group(index)
+                opened = open_group(self._rotated(index))
             query = jnp.concatenate((projected.q_latent, projected.q_rope), axis=-1)
             context, opened = attend(opened, place, projected.row, query)
             x = x + block.attention.combine(context)
@@ -93,6 +109,14 @@ class GlmServed:
             if place in taps:
                 tapped.append(x)
         return x, tuple(tapped), opened
+
+    def _rotated(self, index: IndexInputs) -> IndexInputs:
+        """Queries and keys in the basis that keys are kept in."""
+        if self.config.index_format != FP8:
+            return index
+        return dataclasses.replace(
+            index, queries=rotate_hadamard(index.queries), keys=rotate_hadamard(index.keys)
+        )
 
 
 def _index_inputs(
@@ -109,15 +133,30 @@ def _index_inputs(
     )
 
 
-def serve(model: GlmModel, row_dtype: str) -> tuple[GlmServed, Params]:
+def serve(
+    model: GlmModel,
+    dtype: str,
+    kv_format: str | None = None,
+    index_format: str | None = None,
+) -> tuple[GlmServed, Params]:
     """Split an NNX model into what is static and its weights.
 
     Args:
         model: the model.
-        row_dtype: dtype of rows and index keys: "float32" for verification.
+        dtype: of its computation: "float32" for verification.
+        kv_format: format of rows; None: what the model's configuration says.
+        index_format: format of index keys; None: what the model's configuration says.
 
     Returns:
         The served model, and the weights to pass to its functions.
+
+    Raises:
+        UserError: there is no such format, or it is not possible with the sizes of the model.
     """
     graph, params = nnx.split(model)
-    return GlmServed(config=model.config, graph=graph, row_dtype=row_dtype), params
+    config = dataclasses.replace(
+        model.config,
+        kv_format=kv_format or model.config.kv_format,
+        index_format=index_format or model.config.index_format,
+    )
+    return GlmServed(config=config, graph=graph, dtype=dtype), params

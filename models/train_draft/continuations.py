@@ -55,14 +55,10 @@ def continue_text(
     """Every sequence with all behind its prefix replaced by the target's own tokens."""
     batch, length = prompts.text.shape
     geometry = served.geometry
-    empty = lambda width, dtype: jnp.zeros((batch, length, width), dtype)
+    empty = lambda width: jnp.zeros((batch, length, width), served.dtype)
     cache = _Cache(
-        rows=tuple(
-            empty(geometry.row.width, geometry.row.dtype) for _ in range(served.config.num_layers)
-        ),
-        keys=tuple(
-            empty(geometry.index_width, geometry.index_dtype) for _ in geometry.layers_per_pool
-        ),
+        rows=tuple(empty(geometry.row.width) for _ in range(served.config.num_layers)),
+        keys=tuple(empty(geometry.index_width) for _ in geometry.layers_per_pool),
     )
 
     def step(

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int, UInt8
 from pallas_kernels.common.rows import WORD_BYTES
 
 E4M3_MAX = 448.0
-E8M0_BIAS, E8M0_NAN = 127, 255
+MANTISSA_BITS = 23
+"""Of a float32; its exponent is stored as an e8m0 scale is."""
 LEAST_SCALE = 2.0**-120
 """Of a group: zeros get it too, so that nothing is divided by zero."""
 
@@ -30,12 +31,14 @@ class ScaledRow:
         group: numbers per scale.
         scale: "float32", before the rest, or "e8m0" (a power of two in a byte), after it.
         rest: how many numbers follow as bfloat16.
+        power_scales: whether float32 scales are powers of two too, as those of DeepSeek-V3.2 are.
     """
 
     quantised: int
     group: int
     scale: Literal["float32", "e8m0"]
     rest: int
+    power_scales: bool = False
 
     @property
     def width(self) -> int:
@@ -82,12 +85,28 @@ def _bytes(array: Array) -> UInt8[Array, "*n bytes"]:
 
 def power_of_two(exponent: Int[Array, "*n"]) -> Float[Array, "*n"]:
     """float32 with these bits as exponent: `exp2` of integers is not exact on every device."""
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return lax.bitcast_convert_type(exponent << MANTISSA_BITS, jnp.float32)
 
 
-def scales_of(groups: Float[Array, "*n group"]) -> Float[Array, "*n"]:
-    """The scale of each group that makes its largest number the largest e4m3."""
-    return jnp.maximum(jnp.abs(groups).max(axis=-1) / E4M3_MAX, LEAST_SCALE)
+def exponent_of(values: Float[Array, "*n"]) -> Int[Array, "*n"]:
+    """The reverse of `power_of_two`; 255 of what is not finite. For float32 numbers above zero."""
+    return lax.bitcast_convert_type(values, jnp.int32) >> MANTISSA_BITS
+
+
+def scales_of(
+    groups: Float[Array, "*n group"], *, power_scales: bool = False
+) -> Float[Array, "*n"]:
+    """The scale of each group that makes its largest number the largest e4m3.
+
+    With `power_scales` the next power of two that is not below it, so no number overflows.
+    """
+    # Not divided: compilers multiply with the inverse, but not wherever it is the same number.
+    scales = jnp.maximum(jnp.abs(groups).max(axis=-1) * (1.0 / E4M3_MAX), LEAST_SCALE)
+    if not power_scales:
+        return scales
+    # The bits of a logarithm differ between devices, those of a number do not.
+    below = power_of_two(exponent_of(scales))
+    return jnp.where(below < scales, 2.0 * below, scales)
 
 
 def rescaled(
@@ -98,22 +117,15 @@ def rescaled(
 
 
 def encode(values: Float[Array, "*n width"], row: ScaledRow) -> Int[Array, "*n words"]:
-    """Rows in a format, as words. The scale of a group makes its largest number 448.
-
-    An e8m0 scale is the next power of two above that, so no number overflows.
-    """
+    """Rows in a format, as words; see `scales_of` for the scales, of which e8m0 ones are powers."""
     head = values[..., : row.quantised].astype(jnp.float32)
     groups = head.reshape(*head.shape[:-1], row.groups, row.group)
-    scale = scales_of(groups)
-    if row.scale == "e8m0":
-        exponent = jnp.ceil(jnp.log2(scale)).astype(jnp.int32)
-        stored = jnp.where(jnp.isfinite(scale), exponent + E8M0_BIAS, E8M0_NAN).astype(jnp.uint8)
-        scale = power_of_two(stored.astype(jnp.int32))
-    else:
-        stored = _bytes(scale)
+    e8m0 = row.scale == "e8m0"
+    scale = scales_of(groups, power_scales=e8m0 or row.power_scales)
+    stored = exponent_of(scale).astype(jnp.uint8) if e8m0 else _bytes(scale)
     numbers = _bytes(rescaled(groups, scale).reshape(head.shape))
     rest = _bytes(values[..., row.quantised :].astype(jnp.bfloat16))
-    parts = [numbers, stored, rest] if row.scale == "float32" else [numbers, rest, stored]
+    parts = [numbers, rest, stored] if e8m0 else [numbers, stored, rest]
     whole = jnp.concatenate(parts, axis=-1)
     whole = jnp.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, row.bytes - whole.shape[-1])])
     return lax.bitcast_convert_type(whole.reshape(*whole.shape[:-1], -1, WORD_BYTES), jnp.int32)

@@ -18,6 +18,8 @@ def index_scores(
         # bfloat16 and e4m3 numbers are exact in float32, and so, but for one rounding, is a key.
         queries = queries.astype(jnp.float32)
         keys = keys.numbers.astype(jnp.float32) * keys.scales[..., None]
+    elif keys.dtype != queries.dtype:
+        queries, keys = queries.astype(jnp.float32), keys.astype(jnp.float32)
     dots = jnp.einsum(
         "rthd,rcd->rthc",
         queries,

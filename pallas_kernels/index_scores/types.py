@@ -20,12 +20,12 @@ class ScaledKeys(NamedTuple):
         scales: float32.
     """
 
-    numbers: Float[Array, "R C width"]
-    scales: Float[Array, "R C"]
+    numbers: Float[Array, "*n width"]
+    scales: Float[Array, "*n"]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Requests, positions and width."""
+        """Of the numbers: requests, positions and width, where there are those axes."""
         return self.numbers.shape
 
     @property
@@ -42,11 +42,11 @@ class ScaledKeys(NamedTuple):
 Keys = Float[Array, "R C width"] | ScaledKeys
 
 
-def quantise(keys: Float[Array, "R C width"]) -> ScaledKeys:
-    """The e4m3 keys nearest to `keys`, each scaled so that its largest number is the largest e4m3.
+def quantise(keys: Float[Array, "*n width"], *, power_scales: bool = False) -> ScaledKeys:
+    """The e4m3 keys nearest to `keys`, with the scales of `scales_of`.
 
     The error of a number is at most 2^-4 of it, or 2^-10 of the scale where it is small.
     """
     exact = keys.astype(jnp.float32)
-    scales = scales_of(exact)
+    scales = scales_of(exact, power_scales=power_scales)
     return ScaledKeys(numbers=rescaled(exact, scales), scales=scales)

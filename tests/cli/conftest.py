@@ -11,6 +11,7 @@ import pytest
 from dhisparse_jax.cli import session
 from dhisparse_jax.cli.main import main
 from dhisparse_jax.cli.report import Setting
+from dhisparse_jax.cli.session import AS_STORED
 from dhisparse_jax.speculation.protocol import NO_DRAFT
 from tests.cli.fake_engine import FakeEngine, FakeLoaded, fake_teacher_force
 
@@ -72,8 +73,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         given.asked |= {"options": options, **sizes}
         return given.engine
 
-    def load_model(name, dtype="float32", experts="stored"):
-        given.asked |= {"model": name, "dtype": dtype}
+    def load_model(name, dtype="float32", formats=AS_STORED, experts="stored"):
+        given.asked |= {"model": name, "dtype": dtype, "formats": formats}
         return given.loaded
 
     def load_draft(options, loaded):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.replay import as_recorded, replay
 from bench.simulate import figures
@@ -33,6 +35,7 @@ STAGES = (
     "accept",
 )
 POLICIES = ("resident", "fixed", "adaptive")
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,63 @@ def test_deepseek_v32_is_what_transformers_computes(run, policy, split, queries)
     assert result.code == 0, result.last_json
     assert result.last_json["queries"] == queries
     assert (result.last_json["fetched_rows"] > 0) is (policy != "resident")
+
+
+def test_fp8_history_is_near_the_reference(run):
+    """With its format's error and no other: too much for the tolerance of float32."""
+    folder = FIXTURES / "deepseek_v32_tiny"
+    fp8 = ["--kv-format", "fp8", "--index-format", "fp8", "--hot-rows", 5]
+    result = run("verify-hf", folder, *fp8, "--split", 17, "--queries", 4, "--tolerance", 10)
+    assert result.code == 0, result.last_json
+    assert result.last_json["max_abs_diff"] > 1e-3
+    assert result.last_json["argmax_agreement"] > 0.5
+    assert result.last_json["fetched_rows"] > 0
+
+
+def chat_checkpoint(folder, **generation):
+    """A checkpoint with a byte-level tokenizer and a chat template."""
+    write_published(folder)
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: n for n, c in enumerate(sorted(ALPHABET))}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "<{{ messages[0].role }}>{{ messages[0].content }}</>"
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def test_chat_renders_the_message_and_ends_at_every_id(run, tmp_path, prompt):
+    pytest.importorskip("jinja2")
+    chat_checkpoint(tmp_path)
+    files = ["-p", prompt("a", b"abc"), "-n", 12, "--policy", "resident"]
+    arguments = ["decode", "-m", tmp_path, *files, "--json", tmp_path / "run.json"]
+    assert run(*arguments, "--chat").code == 0
+    (chat,) = json.loads((tmp_path / "run.json").read_text())["requests"]
+    assert chat["prompt_tokens"] == len("<user>abc</>")
+    chat_checkpoint(tmp_path, eos_token_id=[999, chat["tokens"][4]])
+    assert run(*arguments, "--chat").code == 0
+    (ended,) = json.loads((tmp_path / "run.json").read_text())["requests"]
+    assert ended["tokens"] == chat["tokens"][: chat["tokens"].index(chat["tokens"][4]) + 1]
+    assert ended["finish_reason"] == "stop"
+
+
+def test_chat_without_a_template_is_refused(run, published, prompt):
+    error = run("decode", "-m", published, "-p", prompt("a", b"abc"), "--chat").error
+    assert "has no chat template" in error
+
+
+def test_unused_mtp_tensors_are_one_line(run, tmp_path, prompt):
+    write_published(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.3.{name}.weight": np.ones((2, 2), np.float32) for name in "ab"}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    result = run("verify-hf", tmp_path, "--split", TOKENS)
+    assert result.code == 0
+    assert result.err == f"{tmp_path}: 2 tensors of MTP layers are not used\n"
+    converted = run("convert", tmp_path, tmp_path / "out")
+    assert converted.last_json["unused_tensors"] == sorted(extra)
 
 
 def test_verify_hf_sees_a_changed_weight(run, published, tmp_path):

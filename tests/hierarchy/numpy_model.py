@@ -17,6 +17,14 @@ def ceil_div(a, b):
     return -(-a // b)
 
 
+def row_bytes(row):
+    """fp8 rows: a byte a number, 4 a scale, 2 each of the rest, in whole 8 bytes."""
+    if isinstance(row.dtype, str):
+        return row.width * {"float32": 4, "bfloat16": 2}[row.dtype]
+    groups, rest = row.value_width // row.dtype.group, row.width - row.value_width
+    return ceil_div(row.value_width + 4 * groups + 2 * rest, 8) * 8
+
+
 class Sizes:
     """The sizes that follow from a configuration."""
 
@@ -26,7 +34,7 @@ class Sizes:
         self.queries, self.top_k, self.tail = cfg.queries, cfg.geometry.top_k, cfg.tail
         self.layers = cfg.geometry.layers_per_pool
         row = cfg.geometry.row
-        self.row_words = row.width * {"float32": 4, "bfloat16": 2}[row.dtype] // 4
+        self.row_words = row_bytes(row) // 4
         # A record is the rows of all layers of the pool, padded to 128 bytes.
         self.words = [ceil_div(n * self.row_words * 4, 128) * 32 for n in self.layers]
         self.moves_per_step = cfg.moves_per_step

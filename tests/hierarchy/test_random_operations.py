@@ -20,6 +20,7 @@ from dhisparse_jax.hierarchy.retrieve import retrieve
 from dhisparse_jax.hierarchy.state import init
 from dhisparse_jax.step import finish_step
 from tests.hierarchy.numpy_model import Model
+from tests.support.fp8 import row_words
 
 OPERATIONS = 300
 
@@ -62,6 +63,8 @@ CONFIGS = {
     "fixed_small_host_pages": config("fixed", 7, 3, capacity=45, host_page=4, host_pages=27),
     "adaptive_host_page_of_one": config("adaptive", 6, 1, host_page=1, host_pages=100),
     "resident_odd_host_pages": config("resident", 1, 3, capacity=45, host_page=7),
+    "fixed_fp8": config("fixed", 7, 3, dtype=RowFormat.fp8(8, 4).dtype),
+    "adaptive_fp8": config("adaptive", 6, 1, dtype=RowFormat.fp8(8, 4, power_scales=True).dtype),
 }
 
 
@@ -133,13 +136,18 @@ class Lockstep:
     # Random material
 
     def rows(self, *shape):
-        rows = self.rng.normal(size=(*shape, self.cfg.geometry.row.width))
-        return rows.astype(jnp.dtype(self.cfg.geometry.row.dtype))
+        row = self.cfg.geometry.row
+        rows = self.rng.normal(size=(*shape, row.width))
+        return rows.astype(row.dtype if isinstance(row.dtype, str) else np.float32)
+
+    def words(self, rows):
+        form = self.cfg.geometry.row.dtype
+        return rows.view(np.int32) if isinstance(form, str) else row_words(rows, form)
 
     def _prompt(self, pool, row, length, donor, count):
         """Records and keys by position; what is shared or beyond the length must not matter."""
         cfg, layers = self.cfg, self.cfg.geometry.layers_per_pool[pool]
-        words = self.rows(cfg.capacity, layers).view(np.int32).reshape(cfg.capacity, -1)
+        words = self.words(self.rows(cfg.capacity, layers)).reshape(cfg.capacity, -1)
         padding = self.model.sizes.words[pool] - words.shape[1]
         records = np.pad(words, ((0, 0), (0, padding)))
         keys = self.rng.normal(size=(cfg.capacity, 2)).astype(np.float32)
@@ -273,7 +281,7 @@ class Lockstep:
         """The new rows of one request, in the model and in the list of what was written."""
         for query in range(self.cfg.queries):
             position = self.model.length[row] + query
-            words = rows[:, row, query].copy().view(np.int32)
+            words = self.words(rows[:, row, query].copy())
             for layer in range(len(words)):
                 self.model.append(pool, row, query, layer, words[layer])
             self.records[pool][row, position, : words.size] = words.reshape(-1)

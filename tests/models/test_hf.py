@@ -96,6 +96,26 @@ def test_mtp_layers_are_ignored_and_named(checkpoint):
     assert load_hf(checkpoint).unused == (extra,)
 
 
+def test_as_many_mtp_layers_as_the_configuration_says(checkpoint):
+    extra = "model.layers.6.eh_proj.weight"
+    edit_tensors(checkpoint, lambda tensors: tensors.update({extra: np.ones((2, 2), np.float32)}))
+    edit_config(checkpoint, num_nextn_predict_layers=2)
+    assert load_hf(checkpoint).unused == (extra,)
+    edit_config(checkpoint, num_nextn_predict_layers=1)
+    assert_refused(checkpoint, extra)
+
+
+@pytest.mark.parametrize(("more", "ends"), [(7, (1, 7)), ([1, 9, 7], (1, 9, 7)), (None, (1,))])
+def test_ids_that_end_a_text_are_those_of_both_files(checkpoint, more, ends):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
+    assert load_hf(checkpoint).config.eos_ids == ends
+
+
+def test_a_bad_generation_config_is_refused(checkpoint):
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    assert_refused(checkpoint, "generation_config.json: eos_token_id is 'end'")
+
+
 def test_missing_tensors_are_named_with_their_shape(checkpoint):
     edit_tensors(checkpoint, lambda tensors: tensors.pop(NORM))
     assert_refused(checkpoint, "lacks 1 tensors", f"{NORM} [64]")

@@ -1,9 +1,13 @@
-"""The toy model without any hierarchy: whole sequences, a dense mask, plain jnp."""
+"""The toy model without any hierarchy: whole sequences, a dense mask, plain jnp.
+
+What a hierarchy would keep is rounded to its format, by hand.
+"""
 
 import jax.numpy as jnp
 import numpy as np
 
 from dhisparse_jax.model import layers_of
+from tests.support.fp8 import kept_keys, kept_rows
 
 
 def dense_logits(model, params, tokens):
@@ -25,7 +29,8 @@ def dense_streams(model, params, tokens):
     causal = np.tril(np.ones((length, length), bool))
 
     def open_group(index):
-        dots = jnp.einsum("thd,sd->ths", index.queries[0], index.keys[0], precision="highest")
+        keys = kept_keys(index.keys[0], geometry)
+        dots = jnp.einsum("thd,sd->ths", index.queries[0], keys, precision="highest")
         scores = np.asarray(jnp.einsum("th,ths->ts", index.weights[0], jnp.maximum(dots, 0.0)))
         selected = np.zeros_like(causal)
         for query, row in enumerate(np.where(causal, scores, -np.inf)):
@@ -34,11 +39,12 @@ def dense_streams(model, params, tokens):
         return selected & causal
 
     def attend(selected, layer, row, query):
-        logits = geometry.scale * jnp.einsum("thd,sd->hts", query[0], row[0], precision="highest")
+        rows = kept_rows(row[0], geometry.row)
+        logits = geometry.scale * jnp.einsum("thd,sd->hts", query[0], rows, precision="highest")
         logits = jnp.where(selected[None], logits, -jnp.inf)
         weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
         weights = weights / weights.sum(axis=-1, keepdims=True)
-        values = row[0, :, : geometry.row.value_width]
+        values = rows[:, : geometry.row.value_width]
         return jnp.einsum("hts,sd->thd", weights, values, precision="highest")[None], selected
 
     x = model.embed(params, jnp.asarray(tokens, jnp.int32)[None])

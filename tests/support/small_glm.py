@@ -41,3 +41,17 @@ SMALL = GlmConfig(
 
 def small_model(seed: int = 0, **changes: object) -> GlmModel:
     return GlmModel(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(seed), dtype=jnp.float32)
+
+
+def with_real_heads() -> GlmConfig:
+    """Rows, attention heads and index heads as wide as those of GLM-5.x, and little else."""
+    return dataclasses.replace(
+        SMALL,
+        context=1024,
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_rope_dim=64,
+        index_heads=32,
+        index_dim=128,
+        index_top_k=64,
+    )

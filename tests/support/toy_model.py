@@ -71,14 +71,14 @@ class ToyModel:
         return (x @ params["head"]).astype(jnp.float32)
 
 
-def toy(layers_per_pool=(1, 1, 2), top_k=8, context=96, dtype="float32"):
-    """A toy model and its weights."""
+def toy(layers_per_pool=(1, 1, 2), top_k=8, context=96, row="float32", index_dtype="float32"):
+    """A toy model and its weights; `row` is the dtype or the format of its rows."""
     geometry = Geometry(
-        row=RowFormat(width=12, value_width=8, dtype=dtype),
+        row=RowFormat(width=12, value_width=8, dtype=row),
         layers_per_pool=layers_per_pool,
         top_k=top_k,
         index_width=6,
-        index_dtype="float32",
+        index_dtype=index_dtype,
         scale=12**-0.5,
     )
     model = ToyModel(geometry=geometry, context=context)

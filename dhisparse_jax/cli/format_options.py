@@ -1,0 +1,48 @@
+"""The options of what history is kept in, as `options` has the others."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from dhisparse_jax.cli.options import HIERARCHY
+
+
+class FormatName(StrEnum):
+    """`dhisparse_jax.configs.formats` by name, without what is not for users to ask for."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """The formats of history, as given; None: what the model's files say, else --dtype."""
+
+    rows: FormatName | None = None
+    keys: FormatName | None = None
+
+
+KvFormat = Annotated[
+    FormatName | None,
+    typer.Option(
+        "--kv-format",
+        help="What the rows of history are kept in, on the device and in host memory. fp8: 8-bit "
+        "latents with a scale for each 128 of them, and bfloat16 rotated keys; 656 bytes with the "
+        "sizes of GLM-5.x, where bfloat16 has 1,152. Default: what the model's files say, else "
+        "--dtype.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
+IndexFormat = Annotated[
+    FormatName | None,
+    typer.Option(
+        "--index-format",
+        help="What the index keys are kept in. fp8: 8-bit numbers after a Hadamard rotation, with "
+        "a scale each; 132 bytes with the sizes of GLM-5.x, where bfloat16 has 256. Default: what "
+        "the model's files say, else --dtype.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
