@@ -21,7 +21,8 @@ def packed_keys(cfg: HierarchyConfig, keys: StoredKeys) -> Int[Array, "n Wk"]:
 def unpacked_keys(cfg: HierarchyConfig, rows: Int[Array, "n Wk"]) -> StoredKeys:
     """The reverse of `packed_keys`."""
     leaves, structure = jax.tree.flatten(key_shapes(cfg.geometry, rows.shape[0]))
-    found, column = [], 0
+    found: list[Array] = []
+    column = 0
     for leaf in leaves:
         end = column + math.prod(leaf.shape[1:]) * leaf.dtype.itemsize // WORD_BYTES
         found.append(unpack(rows[:, column:end], leaf.dtype).reshape(leaf.shape))
