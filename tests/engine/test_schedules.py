@@ -186,7 +186,7 @@ def test_random_schedules(kind):
             schedule.check()
         schedule.finish()
         total = {name: total[name] + count for name, count in schedule.done.items()}
-    assert SCHEDULES < 100 or (total.pop("out of pages") > 0) == (kind == "pages"), total
+    assert total.pop("out of pages") > 0 or SCHEDULES < 100 or kind != "pages", total
     assert SCHEDULES < 100 or min(total.values()) > SCHEDULES // len(KINDS) // 10, total
 
 
