@@ -239,8 +239,9 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    own = jax.tree.map(lambda rows: rows[: cfg.capacity], (prompt.records, prompt.keys))
-    return admit_prompt(state, cfg, pool, row, *own, kept)
+    own = lambda rows: rows[: cfg.capacity]
+    records, keys = own(prompt.records), jax.tree.map(own, prompt.keys)
+    return admit_prompt(state, cfg, pool, row, records, keys, kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with
