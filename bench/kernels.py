@@ -224,7 +224,9 @@ def report(
 
 def main(
     op: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    case: Annotated[str, typer.Option(help="Only cases whose name has a match of this regex.")] = "",
+    case: Annotated[
+        str, typer.Option(help="Only cases whose name has a match of this regex.")
+    ] = "",
     backend: Annotated[Backend | None, typer.Option(help="Instead of the default.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Sizes for a CPU.")] = False,
     every: Annotated[

@@ -19,13 +19,14 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
-from dhisparse_jax.hierarchy.formats import StoredKeys
+from dhisparse_jax.hierarchy.formats import StoredKeys, stored_keys
 from dhisparse_jax.hierarchy.ghost import expected_misses, forget
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
 from pallas_kernels.backup.api import backup as backup_op
 from pallas_kernels.common.ids import NO_SLOT, dropping, masked
+from pallas_kernels.index_scores.types import ScaledKeys
 from pallas_kernels.retrieve.api import retrieve as retrieve_op
 from pallas_kernels.retrieve.types import Fetches
 
@@ -158,15 +159,16 @@ def admit_prompt(
         pool: which pool.
         request: row of the request.
         records: records by position; rows at and beyond the length are ignored.
-        keys: index keys by position, as they are stored.
+        keys: index keys by position, as they are stored; others are stored now.
         start: int32 positions below are in shared host pages, and not written.
     """
     position = jnp.arange(cfg.capacity, dtype=jnp.int32)
     fresh = masked(position, (position >= start) & (position < state.length[request]))
     (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
     (host,) = backup_op([state.pools[pool].host], [records], rows, position[None])
+    stored = keys if isinstance(keys, ScaledKeys) else stored_keys(cfg.geometry, keys)
     index_keys = jax.tree.map(
-        lambda every, mine: every.at[request].set(mine), state.pools[pool].index_keys, keys
+        lambda every, mine: every.at[request].set(mine), state.pools[pool].index_keys, stored
     )
     state = with_pool(state, pool, host=host, index_keys=index_keys)
     return _admit_hot(_admit_tail(state, cfg, pool, request, records), cfg, pool, request, records)
