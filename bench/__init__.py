@@ -4,6 +4,7 @@ Commands
     load_sweep    the policies against the load, on the bundled model
     load_step     fetched share while the load goes up and down, simulated at 100K context
     simulate      what policies fetch for recorded or calibrated selections, without a model
+    concurrency   how many requests run at once in the same memory, at the same time per token
     engine        what the engine costs beside the device's own steps
     speculation   drafts and draft lengths against the load, on the bundled model
     kernels       every operation against its floor

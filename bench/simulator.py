@@ -24,9 +24,10 @@ from bench.script import Script
 from dhisparse_jax.config import Geometry, HierarchyConfig, RowFormat
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.adapt import adapt
+from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.commit import commit
 from dhisparse_jax.hierarchy.plan import finish_plan, plan_input, plan_tables
-from dhisparse_jax.hierarchy.state import FILL, HierarchyState, abstract
+from dhisparse_jax.hierarchy.state import FILL, HOST_LEAVES, HierarchyState, abstract
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.plan.api import plan as plan_op
@@ -184,7 +185,7 @@ def _empty(cfg: HierarchyConfig) -> HierarchyState:
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         name = path[-1].name
-        words = name in ("host", "slots") or ".index_keys" in jax.tree_util.keystr(path)
+        words = name in (*HOST_LEAVES, "slots") or ".index_keys" in jax.tree_util.keystr(path)
         shape = (*leaf.shape[:-1], 0) if words else leaf.shape
         return jnp.full(shape, FILL.get(name, 0), leaf.dtype)
 
@@ -208,7 +209,7 @@ def _admit(
 ) -> HierarchyState:
     nothing = jnp.zeros((cfg.capacity, 0), jnp.int32)
     keys = jax.tree.map(lambda every: every[0], state.pools[pool].index_keys)
-    return requests.admit_prompt(state, cfg, pool, row, nothing, keys)
+    return admit_prompt(state, cfg, pool, row, nothing, keys)
 
 
 def _steps(

@@ -239,6 +239,17 @@ class HierarchyConfig:
         return self.requests * self.row_pages if self.host_pages is None else self.host_pages
 
     @property
+    def host_page_bytes(self) -> int:
+        """Bytes of a host page in all pools, index keys included."""
+        words = sum(self.record_words(pool) + self.key_words for pool in range(self.pools))
+        return self.host_page * words * WORD_BYTES
+
+    @property
+    def host_rows(self) -> int:
+        """Positions that host memory has room for."""
+        return self.host_page_count * self.host_page
+
+    @property
     def ghosts(self) -> int:
         """Evicted positions that are remembered per request and pool; only `adaptive` asks."""
         return GHOST_PAGES * self.page_slots if self.policy is Policy.ADAPTIVE else 0
@@ -250,8 +261,14 @@ class HierarchyConfig:
 
     def record_words(self, pool: int) -> int:
         """int32 words of a record: one row per layer, padded to 128 bytes."""
-        size = self.geometry.layers_per_pool[pool] * self.geometry.row.words * WORD_BYTES
-        return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT // WORD_BYTES
+        return _aligned(self.geometry.layers_per_pool[pool] * self.geometry.row.words)
+
+    @property
+    def key_words(self) -> int:
+        """int32 words of an index key in host memory, padded as a record is."""
+        geometry = self.geometry
+        numbers = words_of(geometry.index_width, jnp.dtype(geometry.index_dtype))
+        return _aligned(numbers + (geometry.index_dtype == SCALED_KEYS))
 
     @functools.cached_property
     def hot_pools(self) -> tuple[tuple[int, ...], ...]:
@@ -268,3 +285,9 @@ class HierarchyConfig:
             if pool in members:
                 return number, members.index(pool)
         raise IndexError(f"there is no pool {pool}; there are {self.pools}")
+
+
+def _aligned(words: int) -> int:
+    """Words, padded to whole units of RECORD_ALIGNMENT."""
+    unit = RECORD_ALIGNMENT // WORD_BYTES
+    return -(-words // unit) * unit

@@ -3,15 +3,18 @@
 While a group is being prefilled, its records and index keys of this prompt stay on the device, so a
 long prompt never reads host memory back; they reach the host pool once, when the group is done.
 Positions that another request has already are not computed: the group begins with their records,
-read from the host once, and prefill goes on behind them.
+read from the host once, and prefill goes on behind them. Where a draft needs hidden states of the
+newest of them, these are computed again, and their records and keys stay as they are, bit for bit.
 Device memory beside the state: one group's records and keys of one prompt, and the hidden states of
 the prompt, whatever the number of layers.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
@@ -29,11 +32,13 @@ class Prompt:
     """Records and index keys of one prompt in one group, as they are stored; row = position.
 
     P rows: the capacity rounded up to whole chunks, and one chunk more, since the first of them may
-    start at any position.
+    start at any position. The first `known` positions were there before; they stay as they are,
+    also where they are computed again.
     """
 
     records: Int[Array, "P W"]
     keys: StoredKeys
+    known: Int[Array, ""]
 
 
 @pytree
@@ -56,6 +61,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
         keys=no_keys(cfg.geometry, rows),
+        known=jnp.int32(0),
     )
 
 
@@ -64,29 +70,28 @@ def begin_prompt(
     chunk: int,
     state: HierarchyState,
     pool: int,
-    request: Int[Array, ""],
     host_pages: Int[Array, " N"],
     shared: Int[Array, ""],
 ) -> Prompt:
-    """A prompt whose first `shared` positions are there: records from the host, keys in the row.
+    """A prompt whose first `shared` positions are in host memory.
 
     Args:
         cfg: sizes of the hierarchy.
         chunk: tokens per chunk.
         state: the hierarchy.
         pool: which group.
-        request: row of the request, which has the index keys.
-        host_pages: int32 host pages that hold the records.
+        host_pages: int32 host pages that hold them.
         shared: int32 how many positions.
     """
     empty = empty_prompt(cfg, pool, chunk)
     return Prompt(
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
         keys=jax.tree.map(
-            lambda room, every: room.at[: cfg.capacity].set(every[request]),
+            lambda room, known: room.at[: cfg.capacity].set(known),
             empty.keys,
-            state.pools[pool].index_keys,
+            requests.recall_keys(state, cfg, pool, host_pages, shared),
         ),
+        known=shared,
     )
 
 
@@ -103,7 +108,7 @@ def open_prompt(
     """
     with jax.named_scope("append"):
         keys = jax.tree.map(
-            lambda every, fresh: lax.dynamic_update_slice_in_dim(every, fresh, start, axis=0),
+            lambda every, fresh: _written(prompt, every, fresh, start),
             prompt.keys,
             stored_keys(cfg.geometry, index.keys[0]),
         )
@@ -112,7 +117,7 @@ def open_prompt(
         one = jax.tree.map(lambda every: every[None], keys)
         scores = index_scores(index.queries, index.weights, one, visible)
         selection = top_k(scores, cfg.geometry.top_k)
-    prompt = Prompt(records=prompt.records, keys=keys)
+    prompt = dataclasses.replace(prompt, keys=keys)
     return OpenPrompt(prompt=prompt, start=start, selection=selection)
 
 
@@ -131,9 +136,7 @@ def attend_prompt(
     offset = layer * row_format.words
     with jax.named_scope("append"):
         words = stored_rows(row_format, row[0])
-        records = lax.dynamic_update_slice(
-            opened.prompt.records, words, (opened.start, jnp.int32(offset))
-        )
+        records = _written(opened.prompt, opened.prompt.records, words, opened.start, offset)
     with jax.named_scope("attend"):
         values, _ = sparse_attention(
             query,
@@ -141,5 +144,20 @@ def attend_prompt(
             opened.selection,
             **layout.row_options(cfg, layer),
         )
-    prompt = Prompt(records=records, keys=opened.prompt.keys)
-    return values, OpenPrompt(prompt=prompt, start=opened.start, selection=opened.selection)
+    prompt = dataclasses.replace(opened.prompt, records=records)
+    return values, dataclasses.replace(opened, prompt=prompt)
+
+
+def _written(
+    prompt: Prompt,
+    old: Shaped[Array, "P *_"],
+    rows: Shaped[Array, "T *_"],
+    start: Int[Array, ""],
+    column: int = 0,
+) -> Shaped[Array, "P *_"]:
+    """`old` with `rows` from position `start` on, but for what the prompt knows already."""
+    at = (start, *[jnp.int32(column)] * (old.ndim - 1))
+    before = lax.optimization_barrier(lax.dynamic_slice(old, at, rows.shape))
+    own = start + jnp.arange(rows.shape[0], dtype=jnp.int32) >= prompt.known
+    own = own.reshape(-1, *[1] * (old.ndim - 1))
+    return lax.dynamic_update_slice(old, jnp.where(own, rows, before), at)

@@ -57,7 +57,7 @@ def seed_value(value: int) -> int:
     return value
 
 
-def milliseconds(value: float | None) -> float | None:
+def positive(value: float | None) -> float | None:
     """Refuse 0 and less, NaN and infinity; None is an option that was not given."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise typer.BadParameter(f"{value} is not a number above 0")

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
 from dhisparse_jax.cli.report import OutputFile, decode_document, output_files
@@ -37,7 +38,7 @@ class DecodeOptions:
     max_new_tokens: int
     hierarchy: opt.HierarchyOptions
     draft: opt.DraftOptions
-    sampling: opt.SamplingOptions
+    sampling: draws.SamplingOptions
     json: Path | None
     record_selections: Path | None
     trace_dir: Path | None
@@ -54,12 +55,13 @@ def decode(  # noqa: PLR0913  # one parameter an option
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
+    host_memory: opt.HostMemory = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    seed: opt.Seed = 0,
+    temperature: draws.Temperature = 0.0,
+    top_k: draws.TopK = 0,
+    top_p: draws.TopP = 1.0,
+    seed: draws.Seed = 0,
     json: opt.Json = None,
     record_selections: opt.RecordSelections = None,
     trace_dir: opt.TraceDir = None,
@@ -78,9 +80,11 @@ def decode(  # noqa: PLR0913  # one parameter an option
             prompt_files=tuple(prompt_file or ()),
             chat=chat,
             max_new_tokens=max_new_tokens,
-            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
+            hierarchy=opt.HierarchyOptions(
+                policy, hot_rows, batch, record_selections is not None, host_memory
+            ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
-            sampling=opt.SamplingOptions(temperature, top_k, top_p, seed),
+            sampling=draws.SamplingOptions(temperature, top_k, top_p, seed),
             json=json,
             record_selections=record_selections,
             trace_dir=trace_dir,

@@ -11,15 +11,11 @@ from dhisparse_jax.cli.checks import (
     AUTO,
     count,
     draft_length,
-    not_negative,
-    probability,
-    seed_value,
-    top_k,
+    positive,
 )
 
 HIERARCHY = "KV hierarchy"
 SPECULATION = "Speculation"
-SAMPLING = "Sampling"
 OUTPUT = "Output"
 
 BUNDLED_MODEL = "tiny"
@@ -59,12 +55,14 @@ class HierarchyOptions:
         hot_rows: rows per request on the device; None: from the memory there is.
         batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
         record: keep what a step selects, so that it can be recorded.
+        host_memory: of the host pools, in GB; None: what all requests need that run at once.
     """
 
     policy: PolicyName
     hot_rows: int | None = None
     batch: int | None = None
     record: bool = False
+    host_memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,16 +89,6 @@ class DraftOptions:
         if name is None:
             name = BUNDLED_DRAFT if model == BUNDLED_MODEL else NO_DRAFT
         return cls(name, None if length is None or auto else int(length), auto)
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """The options of sampling, as given; `dhisparse_jax.sampling.Sampling` says what they mean."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
 
 
 Model = Annotated[
@@ -160,6 +148,18 @@ Batch = Annotated[
     ),
 ]
 
+HostMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--host-memory",
+        metavar="GB",
+        callback=positive,
+        help="Host memory for the history of all requests, in 10^9 bytes; who does not fit waits. "
+        "Default: what --batch requests of the longest length need.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
+
 # How several tokens come out of one step
 Draft = Annotated[
     str | None,
@@ -207,48 +207,6 @@ MaxNewTokens = Annotated[
     int,
     typer.Option(
         "--max-new-tokens", "-n", metavar="N", callback=count, help="Tokens to add, at most."
-    ),
-]
-
-# How a token is chosen
-Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        callback=not_negative,
-        help="0: the most likely token; the higher, the more random.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopK = Annotated[
-    int,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        callback=top_k,
-        help="Sample from the K most likely tokens; 0: from all.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        callback=probability,
-        help="Sample from the most likely tokens that together have this probability; 1: all.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        "--seed",
-        metavar="S",
-        callback=seed_value,
-        help="The same seed and prompts give the same tokens.",
-        rich_help_panel=SAMPLING,
     ),
 ]
 

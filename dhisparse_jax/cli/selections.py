@@ -26,9 +26,10 @@ def recorded(engine: "Engine", output: OutputFile | None) -> Generator[None, Non
 
     with output.open() as file:
         recorder = Recorder(file, engine.cfg)
-        recorder.watch(engine.compiled)
+        before, engine.watcher = engine.watcher, recorder
         try:
             yield
         finally:
+            engine.watcher = before
             recorder.finish()
             output.keep()

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt
@@ -39,7 +40,7 @@ class ServeOptions:
     interval: float
     hierarchy: opt.HierarchyOptions
     draft: opt.DraftOptions
-    sampling: opt.SamplingOptions
+    sampling: draws.SamplingOptions
     json: Path | None
     record_selections: Path | None
 
@@ -56,11 +57,12 @@ def serve(  # noqa: PLR0913  # one parameter an option
     policy: opt.Policy = opt.PolicyName.ADAPTIVE,
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
+    host_memory: opt.HostMemory = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
+    temperature: draws.Temperature = 0.0,
+    top_k: draws.TopK = 0,
+    top_p: draws.TopP = 1.0,
     json: opt.Json = None,
     record_selections: opt.RecordSelections = None,
 ) -> None:
@@ -80,9 +82,11 @@ def serve(  # noqa: PLR0913  # one parameter an option
             virtual=time is own.TimeName.VIRTUAL,
             tpot_ms=tpot_ms,
             interval=interval,
-            hierarchy=opt.HierarchyOptions(policy, hot_rows, batch, record_selections is not None),
+            hierarchy=opt.HierarchyOptions(
+                policy, hot_rows, batch, record_selections is not None, host_memory
+            ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
-            sampling=opt.SamplingOptions(temperature, top_k, top_p, 0),
+            sampling=draws.SamplingOptions(temperature, top_k, top_p, 0),
             json=json,
             record_selections=record_selections,
         )
@@ -135,8 +139,7 @@ def work(
                     check_interrupt()
         except BaseException as error:  # whatever it was, what was measured is kept
             stopped = error
-    if stopped is None:  # it asks the device, which an interrupt or an error does not wait for
-        record.sample()
+    record.sample(ask=stopped is None)  # an interrupt or an error does not wait for the device
     if output:
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
         output.write(serve_document(setting, options, record, engine.pace.times.table()))

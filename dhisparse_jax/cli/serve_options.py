@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dhisparse_jax.cli.checks import milliseconds, not_negative
+from dhisparse_jax.cli.checks import not_negative, positive
 from dhisparse_jax.cli.options import OUTPUT
 
 
@@ -37,7 +37,7 @@ TpotMs = Annotated[
     typer.Option(
         "--tpot-ms",
         metavar="B",
-        callback=milliseconds,
+        callback=positive,
         help="Hold the time per output token under B milliseconds: fewer requests at once, prompts "
         "in pieces, and with a draft, as many tokens verified as pay. Default: most tokens per "
         "second.",

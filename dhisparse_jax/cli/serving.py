@@ -134,11 +134,18 @@ class ServingRecord:
         request.tokens += count
         self._tokens += count
 
-    def sample(self) -> None:
-        """Note what the engine does, and begin to count anew."""
+    def sample(self, ask: bool = True) -> None:
+        """Note what the engine does, and begin to count anew.
+
+        Args:
+            ask: for the state of the engine, which waits for the device; else it is that of the
+                sample before.
+        """
         now = self.now()
         seconds = max(now - self._since, 1e-9)
-        running, waiting, resident = self.state()
+        last = self.samples[-1] if self.samples else None
+        before = (last.running, last.waiting, last.resident_share) if last else (0, 0, 1.0)
+        running, waiting, resident = self.state() if ask else before
         middle, tail = percentiles(self._latest)
         self.samples.append(
             Sample(

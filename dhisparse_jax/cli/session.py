@@ -1,5 +1,7 @@
 """A model and an engine, made from the options. The only place that builds either."""
 
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float
 
+    from dhisparse_jax.config import HierarchyConfig
     from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.engine.events import Event
     from dhisparse_jax.engine.pace import Limits
@@ -153,11 +156,36 @@ def make_engine(
         tail=max(LEAST_TAIL, 2 * queries),
         record_selections=options.record,
     )
+    if options.host_memory is not None:
+        pages = host_pages(config, options.host_memory, positions)
+        config = dataclasses.replace(config, host_pages=pages)
     draft = draft or protocol.NO_DRAFT
     rule = rule_of(draft.drafter, auto)
     return Engine(
         loaded.model, loaded.params, config, draft=draft, rule=rule, limits=limits or NO_LIMITS
     )
+
+
+def host_pages(config: "HierarchyConfig", gigabytes: float, positions: int) -> int:
+    """Host pages that so many GB hold, but not more than all rows can use.
+
+    Args:
+        config: sizes of the hierarchy.
+        gigabytes: in 10**9 bytes.
+        positions: tokens of the longest request.
+
+    Raises:
+        UserError: the longest request does not fit.
+    """
+    size = config.host_page_bytes
+    pages, needed = int(gigabytes * 1e9) // size, -(-positions // config.host_page)
+    if pages < needed:
+        raise UserError(
+            f"--host-memory {gigabytes:g} GB holds {pages * config.host_page:,} tokens; the "
+            f"longest request has {positions:,}: give at least "
+            f"{math.ceil(needed * size / 1e3) / 1e6}, or shorten it"
+        )
+    return min(pages, config.host_page_count)
 
 
 def teacher_force(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dhisparse_jax.cli.checks import SEEDS
-from dhisparse_jax.cli.prompts import read_file
+from dhisparse_jax.cli.prompts import STANDARD_INPUT, read_file
 from dhisparse_jax.errors import UserError
 
 _FIELDS = {"arrival", "prompt_file", "prompt_tokens", "output_tokens", "seed"}
@@ -108,6 +108,10 @@ def _whole(where: str, values: dict[str, Any], name: str, least: int) -> int:
 def _path(where: str, name: object, folder: Path) -> Path:
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: prompt_file is {name}; it must be the name of a file")
+    if name == STANDARD_INPUT:
+        raise UserError(
+            f"{where}: prompt_file is {name}: standard input can be read once only; name a file"
+        )
     return folder / name
 
 

@@ -6,10 +6,12 @@ memory.py    sizes of the state, and whether they fit
 meter.py     seconds of a step and of a fetched byte, for the schedule of verification
 compiled.py  the jitted functions of one engine
 host_pages.py  who has which page of host memory
-prefixes.py  which row has a text that begins as a new one does
-sharing.py   what a request takes over from another one
+prefixes.py  which known text begins as a new one does
+sharing.py   host pages of requests, and what one takes over from a text in them
+watch.py     who is told of what changes the hierarchy
 machine.py   the device half: what can be done to a row
-session.py   a request outside of its row
+session.py   a request outside of its row and its host pages
+exchange.py  what leaves a row and comes back: in host pages, or as a session
 job.py       a request on its way through the engine
 ledger.py    what requests hold, and whether another one fits
 roster.py    who is in which row, who waits, who makes room

@@ -12,6 +12,7 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.output import packed_steps
 from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.hierarchy import requests
+from dhisparse_jax.hierarchy.admit import admit_prompt, readmit
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import Params, ServedModel, layers_of, places_of
 from dhisparse_jax.prefill import OpenPrompt, Prompt
@@ -31,7 +32,7 @@ class Hidden:
             whole chunks.
         taps: after each tapped layer, of the newest positions: position p is in row (p - origin)
             mod Q, where Q is a number of whole chunks.
-        origin: first position that is computed; those before are shared.
+        origin: first position that is computed; those before are shared, maybe some after it too.
     """
 
     now: Float[Array, "P D"]
@@ -82,6 +83,11 @@ class Compiled:
         self.join = jax.jit(partial(_join, cfg), donate_argnums=0)
         self.leave = jax.jit(lambda state, row: requests.leave(state, cfg, row), donate_argnums=0)
         self.admit = jax.jit(partial(_admit, cfg), static_argnums=1, donate_argnums=0)
+        self.readmit = jax.jit(
+            lambda state, pool, row: readmit(state, cfg, pool, row),
+            static_argnums=1,
+            donate_argnums=0,
+        )
         self.first_token = jax.jit(partial(_first_token, model))
         self.draft_step = jax.jit(partial(_draft_step, model, drafter))
         self.draft_prompt = jax.jit(partial(_draft_prompt, drafter, chunk), donate_argnums=1)
@@ -102,11 +108,9 @@ def _join(
     state: HierarchyState,
     row: Int[Array, ""],
     length: Int[Array, ""],
-    entry: Entry,
+    pages: Int[Array, " N"],
 ) -> HierarchyState:
-    """A request joins with the index keys that it shares."""
-    state = requests.share_keys(state, cfg, row, entry.donor, entry.shared)
-    return requests.join(state, cfg, row, length, entry.pages)
+    return requests.join(state, cfg, row, length, pages)
 
 
 def _begin_prompt(
@@ -114,10 +118,9 @@ def _begin_prompt(
     chunk: int,
     state: HierarchyState,
     pool: int,
-    row: Int[Array, ""],
     entry: Entry,
 ) -> Prompt:
-    return prefill.begin_prompt(cfg, chunk, state, pool, row, entry.source, entry.shared)
+    return prefill.begin_prompt(cfg, chunk, state, pool, entry.source, entry.shared)
 
 
 def _embed(
@@ -189,12 +192,10 @@ def _draft_prompt(  # noqa: PLR0913  # what jit binds, and what it is called wit
 ) -> DraftState:
     """Give the drafter the positions from `start` to `start + chunk` of a prompt of `length`.
 
-    It knows nothing of positions before `origin`, whose features are zeros: what it proposes is
-    poor until they leave its window.
+    `taps` has them; position `origin` is in its row 0.
     """
     own = start - origin
     piece = lax.dynamic_slice_in_dim(taps, own % taps.shape[1], chunk, axis=1)
-    piece = jnp.where(own >= 0, piece, 0)
     features = jnp.moveaxis(piece, 0, 1).reshape(1, chunk, -1)
     mine = _take_row(state, row)
     count = jnp.minimum(length - start, chunk)
@@ -217,14 +218,15 @@ def _capture(
     cfg: HierarchyConfig,
     state: HierarchyState,
     pool: int,
-    row: Int[Array, ""],
+    pages: Int[Array, " N"],
     length: Int[Array, ""],
 ) -> Prompt:
-    """Host records and index keys of one pool and row; undefined from `length` on."""
+    """Records and index keys of one pool that lie in host pages; zeros from `length` on."""
     room = jnp.zeros((cfg.capacity, cfg.record_words(pool)), jnp.int32)
     return Prompt(
-        records=requests.recall(state, cfg, pool, state.host_page_of[row], length, room),
-        keys=jax.tree.map(lambda every: every[row], state.pools[pool].index_keys),
+        records=requests.recall(state, cfg, pool, pages, length, room),
+        keys=requests.recall_keys(state, cfg, pool, pages, length),
+        known=length,
     )
 
 
@@ -237,8 +239,8 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    own = jax.tree.map(lambda rows: rows[: cfg.capacity], prompt)
-    return requests.admit_prompt(state, cfg, pool, row, own.records, own.keys, kept)
+    own = jax.tree.map(lambda rows: rows[: cfg.capacity], (prompt.records, prompt.keys))
+    return admit_prompt(state, cfg, pool, row, *own, kept)
 
 
 def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called with

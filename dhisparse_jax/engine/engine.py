@@ -8,6 +8,7 @@ import jax
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.events import Event, Finished, NewTokens, StepDone
+from dhisparse_jax.engine.exchange import capture
 from dhisparse_jax.engine.flight import Flight, Landed
 from dhisparse_jax.engine.job import Job, Part, check_request
 from dhisparse_jax.engine.ledger import Ledger
@@ -168,15 +169,17 @@ class Engine(Machine):
         job = self._roster.jobs.get(number)
         if job is None or job.reason is not None:
             raise UserError(f"there is no request {number} that could go on")
-        if job.row is None and job.session is not None:
-            return job.session
-        if job.row is None or not job.decoding:
+        if isinstance(job.outside, Session):
+            return job.outside
+        place = job.outside if job.row is None else job.row
+        if place is None or job.prefill is not None:
             raise UserError(f"request {number} has not begun; submit it again instead")
-        return self.capture(job.row, job.request, job.draw, job.produced)
+        return capture(self, place, job.request, job.draw, job.produced)
 
     def preempt(self, number: int) -> bool:
         """Take a request out of its row; it waits again, behind those of its priority.
 
+        Its host pages stay its own, until the first in the queue needs them.
         Returns False where it has no row, has ended, or does not fit into the parking memory.
         """
         self._land()
@@ -184,10 +187,7 @@ class Engine(Machine):
         return job is not None and self._roster.yield_turn(job)
 
     def advance(self) -> Iterator[Event]:
-        """One round: let in who fits, prefill, launch a dispatch, read the one before.
-
-        A stopped one goes on in the next.
-        """
+        """One round: let in who fits, prefill, launch a dispatch, read the last. Can be resumed."""
         yield from self._drain()
         yield from self._enter()
         ahead = self._launch()
@@ -202,7 +202,7 @@ class Engine(Machine):
         self.sharing.check(request.name, request.end(self.cfg.capacity))
 
     def _queue(self, request: Request, draw: int, priority: int, session: Session | None) -> int:
-        job = Job(self._next, request, draw, session=session)
+        job = Job(self._next, request, draw, outside=session)
         job.produced.extend(session.produced if session else ())
         self._next += 1
         self._roster.queue(job, priority)

@@ -7,7 +7,7 @@ none runs out of them.
 import numpy as np
 from jaxtyping import Int
 
-Pages = Int[np.ndarray, " n"]
+Pages = Int[np.ndarray, " _"]
 """Distinct pages in the order of the positions in them."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.compiled import Hidden
 from dhisparse_jax.engine.events import Event, FinishReason
+from dhisparse_jax.engine.exchange import Paged
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import Session
 from dhisparse_jax.errors import UserError
@@ -30,7 +31,8 @@ class Job:
         produced: tokens emitted so far, delivered or not.
         row: where it is; None while it waits.
         prefill: the rest of its prefill.
-        session: what it was taken out of a row with.
+        outside: what it waits with once it has begun: its host pages, or, where these were needed,
+            a session.
         reason: why it ended; it may still have tokens to deliver.
     """
 
@@ -41,7 +43,7 @@ class Job:
     produced: list[int] = dataclasses.field(default_factory=list)
     row: int | None = None
     prefill: Prefill | None = None
-    session: Session | None = None
+    outside: Paged | Session | None = None
     reason: FinishReason | None = None
 
     @property

@@ -47,14 +47,14 @@ class Claim:
 
 @dataclasses.dataclass
 class Ledger:
-    """Claims of the requests in rows, and bytes of those that were taken out of theirs.
+    """Claims of the requests in rows, and bytes that are set aside for those without one.
 
     Attributes:
         total: what there is.
         claim: what a request takes: its row is its own, whatever its length.
-        parking: host bytes for requests outside of rows.
+        parking: host bytes for requests outside of rows and host pages.
         held: claims by request number.
-        parked: bytes by request number.
+        parked: bytes by number of a request that waits, which it may need at any time.
         used: sum of the claims.
     """
 
@@ -86,17 +86,17 @@ class Ledger:
         return (self.used - freed + self.claim).within(self.total)
 
     def enter(self, number: int) -> None:
-        """A request takes a row; what it had parked is free."""
+        """A request takes a row; what was set aside for it is free."""
         self.held[number] = self.claim
         self.used += self.claim
         self.parked.pop(number, None)
 
     def can_park(self, size: int) -> bool:
-        """Whether `size` more bytes can be parked."""
+        """Whether `size` more bytes can be set aside."""
         return sum(self.parked.values()) + size <= self.parking
 
     def park(self, number: int, size: int) -> None:
-        """A request leaves its row and is kept outside."""
+        """A request leaves its row; so many bytes are set aside for it."""
         self.leave(number)
         self.parked[number] = size
 

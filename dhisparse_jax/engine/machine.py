@@ -20,18 +20,18 @@ from dhisparse_jax.engine.memory import check_memory
 from dhisparse_jax.engine.meter import Meter, seconds_of
 from dhisparse_jax.engine.output import Packed, places
 from dhisparse_jax.engine.request import Request
-from dhisparse_jax.engine.session import Session, fingerprint
-from dhisparse_jax.engine.sharing import Entry, Sharing
+from dhisparse_jax.engine.session import fingerprint
+from dhisparse_jax.engine.sharing import Entry, Holding, Sharing
+from dhisparse_jax.engine.watch import Nobody, Watcher
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
-from dhisparse_jax.prefill import Prompt, empty_prompt, padded_capacity
+from dhisparse_jax.prefill import Prompt, padded_capacity
 from dhisparse_jax.sampling import sampler_row
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft, check_draft
 from dhisparse_jax.speculation.schedule import Rule, init_load
 from dhisparse_jax.step import MAX_STOPS, DecodeState, Speculation, Texts, no_texts
 from pallas_kernels.common.ids import NO_SLOT
-from pallas_kernels.common.rows import WORD_BYTES
 
 PREFILL_CHUNK = 256
 
@@ -59,6 +59,8 @@ class Machine:
         stepwise: wait for every piece of prefill, so that what it takes can be known.
         compiled: the jitted functions.
         sharing: who has which host pages.
+        watcher: is told of what changes the hierarchy.
+        commit: puts arrays where the jitted functions want them.
 
     Raises:
         UserError: if the state does not fit into memory, or exceeds the model's context, or the
@@ -85,12 +87,13 @@ class Machine:
         self.steps, self.stepwise = steps, False
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
-        commit = self._commit = partial(jax.device_put, device=jax.devices()[0])
+        commit = self.commit = partial(jax.device_put, device=jax.devices()[0])
         self.model, self.params, self.cfg = model, commit(params), cfg
         self.drafter, self.draft_params = draft.drafter, commit(draft.params)
         speculation = Speculation(draft.drafter, rule)
         self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, steps)
         self.state: HierarchyState = init(cfg)
+        self.watcher: Watcher = Nobody()
         self.sharing = Sharing(cfg)
         self.draft_state = commit(draft.drafter.init(cfg.requests))
         self.load = commit(init_load(cfg.requests, draft.drafter.length))
@@ -103,23 +106,24 @@ class Machine:
     ) -> Generator[Event, None, Hidden]:
         """Prefill a prompt into a free row, group by group; returns its final hidden states.
 
-        The drafter gets the prompt too. By default nothing is shared, and the row can be used up to
-        its capacity. Decode steps may run between two pieces, as long as the row's text says that
-        it writes nothing (`quiet`).
+        The drafter gets the prompt too. Of what is shared, it needs the hidden states of the newest
+        positions, as many as it reads: these are computed again. By default nothing is shared, and
+        the row can be used up to its capacity. Decode steps may run between two pieces, as long as
+        the row's text says that it writes nothing (`quiet`).
 
         The row is active afterwards, with `len(tokens)` committed positions.
         """
         entry = entry or self.sharing.enter(row, (), self.cfg.capacity)
-        chunk, own = self.compiled.chunk, tokens[int(entry.shared) :]
+        origin = self._origin(int(entry.shared))
+        chunk, own = self.compiled.chunk, tokens[origin:]
         starts = range(0, len(own), chunk)
         padded = np.zeros(padded_capacity(self.cfg, chunk), np.int32)
         padded[: len(own)] = own
-        where = jnp.int32(row)
-        self.state = self.compiled.join(self.state, where, jnp.int32(len(tokens)), entry)
-        hidden = self.compiled.embed(self.params, jnp.asarray(padded), entry.shared)
+        self.join(row, len(tokens), entry.pages)
+        hidden = self.compiled.embed(self.params, jnp.asarray(padded), np.int32(origin))
         total, done = len(starts) * self.cfg.pools, 0
         for pool in range(self.cfg.pools):
-            prompt = self.compiled.begin_prompt(self.state, pool, where, entry)
+            prompt = self.compiled.begin_prompt(self.state, pool, entry)
             for start in starts:
                 hidden, prompt = self.compiled.prefill(
                     self.params, pool, hidden, prompt, jnp.int32(start)
@@ -128,30 +132,63 @@ class Machine:
                 if self.stepwise:
                     jax.block_until_ready(hidden)
                 yield PrefillProgress(number, done, total)
-            self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
+            self.admit(row, pool, prompt, entry)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
         self.sharing.has(row, tokens)
-        self._draft_prompt(where, hidden.taps, int(entry.shared), len(tokens))
+        self._draft_prompt(row, hidden.taps, origin, len(tokens))
         return hidden
 
+    def _origin(self, shared: int) -> int:
+        """First position that is computed of a prompt whose first `shared` are there."""
+        window = self.drafter.window
+        return 0 if window is None else max(0, shared - window)
+
     def _draft_prompt(
-        self, row: Int[Array, ""], taps: Float[Array, "taps Q D"], origin: int, length: int
+        self, row: int, taps: Float[Array, "taps Q D"], origin: int, length: int
     ) -> None:
         """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
-        self.draft_state = self.compiled.draft_reset(self.draft_state, row)
+        where = jnp.int32(row)
+        self.draft_state = self.compiled.draft_reset(self.draft_state, where)
         chunk = self.compiled.chunk
         first = origin + -(-(length - origin) // chunk) * chunk - self.compiled.tap_rows
-        shared, own = range(max(0, first), origin, chunk), range(max(origin, first), length, chunk)
-        for start, end in [*((p, origin) for p in shared), *((p, length) for p in own)]:
-            where = (jnp.int32(origin), jnp.int32(start), jnp.int32(end))
+        for start in range(max(origin, first), length, chunk):
+            numbers = (jnp.int32(origin), jnp.int32(start), jnp.int32(length))
             self.draft_state = self.compiled.draft_prompt(
-                self.draft_params, self.draft_state, row, taps, *where
+                self.draft_params, self.draft_state, where, taps, *numbers
             )
+
+    def draft_nothing(self, row: int, length: int) -> None:
+        """The drafter knows nothing of a row's positions; its features of them are zeros."""
+        stream = jax.eval_shape(self.model.embed, self.params, np.zeros((1, 1), np.int32))
+        shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
+        self._draft_prompt(row, self.commit(np.zeros(shape, stream.dtype)), 0, length)
+
+    def join(self, row: int, length: int, pages: Int[Array, " N"] | Int[np.ndarray, " N"]) -> None:
+        """A request of `length` positions takes a free row; `pages` are its host pages."""
+        where = jnp.int32(row)
+        self.state = self.compiled.join(self.state, where, jnp.int32(length), pages)
+        self.watcher.joined(row, length)
+
+    def admit(self, row: int, pool: int, prompt: Prompt, entry: Entry) -> None:
+        """Store the prompt of one pool."""
+        where = jnp.int32(row)
+        self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
+        self.watcher.admitted(row, pool)
+
+    def readmit(self, row: int, pool: int) -> None:
+        """Bring what a row needs of one pool from its host pages."""
+        self.state = self.compiled.readmit(self.state, pool, jnp.int32(row))
+        self.watcher.admitted(row, pool)
 
     def leave(self, row: int) -> None:
         """Free a row: its pages come back. Its text can be shared until they are needed."""
+        self.sharing.release(self.vacate(row))
+
+    def vacate(self, row: int) -> Holding:
+        """Free a row but for its host pages, which the caller has to release some time."""
         self.state = self.compiled.leave(self.state, jnp.int32(row))
-        self.sharing.leave(row)
+        self.watcher.left(row)
+        return self.sharing.take_out(row)
 
     def quiet(self, row: int) -> None:
         """The row writes nothing until `write` says what."""
@@ -162,7 +199,7 @@ class Machine:
         self._set_text(row, self._text(request, draw, anchor))
 
     def _set_text(self, row: int, text: Texts) -> None:
-        text = self._commit(text)
+        text = self.commit(text)
         self.texts, self.load = self.compiled.set_text(self.texts, self.load, jnp.int32(row), text)
 
     def first_token(self, hidden: Hidden, request: Request, draw: int) -> Int[Array, " one"]:
@@ -199,6 +236,7 @@ class Machine:
         for leaf in jax.tree.leaves(output):
             if leaf.size:
                 leaf.copy_to_host_async()
+        self.watcher.stepped(output)
         return output
 
     def draft_step_seconds(self) -> float:
@@ -227,70 +265,3 @@ class Machine:
     def draft_id(self) -> str:
         """Names the draft: the ring of another one means nothing to it."""
         return fingerprint(self.drafter, self.draft_params)
-
-    def session_bytes(self, positions: int) -> int:
-        """Bytes of the arrays that `capture` copies of so many committed positions."""
-        words = sum(self.cfg.record_words(pool) for pool in range(self.cfg.pools))
-        keys = self.cfg.pools * self.cfg.geometry.key_bytes
-        return positions * (words * WORD_BYTES + keys) + self.sizes.draft_bytes // self.cfg.requests
-
-    def capture(self, row: int, request: Request, draw: int, produced: Sequence[int]) -> Session:
-        """Copy everything that a row's request needs to go on; the row stays as it is."""
-        length, where = len(request.prompt) + len(produced) - 1, jnp.int32(row)
-        pools = [
-            jax.device_get(self.compiled.capture(self.state, pool, where, jnp.int32(length)))
-            for pool in range(self.cfg.pools)
-        ]
-        ring = jax.device_get(self.compiled.draft_row(self.draft_state, where))
-        return Session(
-            model=self.model_id,
-            draft=self.draft_id,
-            request=request,
-            draw=draw,
-            produced=tuple(produced),
-            records=tuple(pool.records[:length].copy() for pool in pools),
-            keys=tuple(
-                jax.tree.map(lambda keys: keys[:length].copy(), pool.keys) for pool in pools
-            ),
-            ring=tuple(jax.tree.leaves(ring)),
-        )
-
-    def restore(self, row: int, session: Session) -> None:
-        """Put a session into a free row, which goes on as if it had never stopped.
-
-        Records enter where those of a prompt do. The ring of another draft, or of none, is replaced
-        by one without features: proposals are poor at first, tokens the same.
-        """
-        where, length = jnp.int32(row), len(session.text) - 1
-        # Records of its own: they may differ from those of a text in the last bit.
-        entry = self.sharing.enter(row, (), session.request.end(self.cfg.capacity))
-        self.state = self.compiled.join(self.state, where, jnp.int32(length), entry)
-        for pool in range(self.cfg.pools):
-            prompt = self._prompt(pool, session)
-            self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
-        self.sharing.has(row, session.text[:-1])
-        if session.draft == self.draft_id:
-            ring = jax.tree.unflatten(jax.tree.structure(self.draft_state), session.ring)
-            self.draft_state = self.compiled.set_draft_row(self.draft_state, where, ring)
-        else:
-            stream = jax.eval_shape(self.model.embed, self.params, np.zeros((1, 1), np.int32))
-            shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
-            taps = self._commit(np.zeros(shape, stream.dtype))
-            self._draft_prompt(where, taps, 0, length)
-        anchor = jnp.asarray([session.text[-1]], jnp.int32)
-        self.write(row, session.request, session.draw, anchor)
-
-    def _prompt(self, pool: int, session: Session) -> Prompt:
-        """The records and index keys of one pool, in the room that a prompt has."""
-        length = len(session.text) - 1
-
-        def padded(like: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
-            whole = np.zeros(like.shape, like.dtype)
-            whole[:length] = rows
-            return self._commit(whole)
-
-        like = jax.eval_shape(lambda: empty_prompt(self.cfg, pool, self.compiled.chunk))
-        return Prompt(
-            records=padded(like.records, session.records[pool]),
-            keys=jax.tree.map(padded, like.keys, session.keys[pool]),
-        )

@@ -10,7 +10,7 @@ import psutil
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
-from dhisparse_jax.hierarchy.state import HOST_KIND, abstract
+from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES, abstract
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
 
 PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -28,7 +28,7 @@ class Sizes:
     """Bytes of the parts of a state.
 
     Attributes:
-        host_bytes: host pools.
+        host_bytes: host pools, and the copies of the index keys beside them.
         hot_bytes: page slots of the hot pools.
         tail_bytes: tails.
         staging_bytes: staging slots.
@@ -57,7 +57,7 @@ def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     state = abstract(cfg)
     regions = [_regions(cfg, number) for number in range(len(cfg.hot_pools))]
     hot, tail, staging = (sum(column) for column in zip(*regions, strict=True))
-    host = sum(size(pool.host) for pool in state.pools)
+    host = sum(size(getattr(pool, leaf)) for pool in state.pools for leaf in HOST_LEAVES)
     index = sum(size(leaf) for pool in state.pools for leaf in jax.tree.leaves(pool.index_keys))
     every = sum(size(leaf) for leaf in jax.tree.leaves(state))
     tables = every - host - index - hot - tail - staging
@@ -137,6 +137,6 @@ def check_memory(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> S
         limit = f", or raise {PINNED_LIMIT_VARIABLE}" if jax.default_backend() == "gpu" else ""
         raise UserError(
             f"the host pools ({HOST_KIND}) and what shares their memory need {gib(together)}, "
-            f"{gib(free)} are free; lower --batch (now {cfg.requests}){limit}"
+            f"{gib(free)} are free; lower --batch (now {cfg.requests}) or --host-memory{limit}"
         )
     return needed

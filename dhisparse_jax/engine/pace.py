@@ -60,7 +60,8 @@ class Limits:
 
     Attributes:
         tpot: seconds per output token; None: most tokens per second.
-        parking: host bytes for preempted requests; None: all that is free at the start.
+        parking: host bytes that preempted requests may take outside of their host pages; None: all
+            that is free at the start.
     """
 
     tpot: float | None = None

@@ -1,10 +1,11 @@
-"""Which row has a text that begins as a new one does.
+"""Which known text begins as a new one does.
 
 Texts are cut into blocks as their records are into host pages, and a block is named by a hash of
 its tokens and of the name of the block before it: equal names mean equal texts up to there. Names
 only nominate; tokens are compared before anything is shared.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,19 +16,23 @@ Tokens = Int[np.ndarray, " n"]
 
 
 class Prefix(NamedTuple):
-    """The longest beginning that a text has in common with one of a row.
+    """The longest beginning that a text has in common with a known one.
 
     Attributes:
-        row: that row.
+        text: number of that text.
         length: tokens in common; 0 if there is nothing to share.
     """
 
-    row: int = 0
+    text: int = 0
     length: int = 0
 
 
+NOMINATED = 16
+"""Texts that are compared with a new one token by token, the newest of those with equal blocks."""
+
+
 class Prefixes:
-    """Texts by row.
+    """Texts by number.
 
     Args:
         block: tokens of a block.
@@ -36,49 +41,46 @@ class Prefixes:
     def __init__(self, block: int) -> None:
         self._block = block
         self._texts: dict[int, Tokens] = {}
-        self._rows: dict[int, dict[int, None]] = {}  # by name of a block; in order of arrival
+        self._named: dict[int, dict[int, None]] = {}  # texts by name of a block, the newest last
 
-    def __contains__(self, row: int) -> bool:
-        """Whether a row has a text."""
-        return row in self._texts
+    def size(self, number: int) -> int:
+        """Tokens of a text."""
+        return len(self._texts[number])
 
-    def size(self, row: int) -> int:
-        """Tokens of a row's text."""
-        return len(self._texts[row])
-
-    def add(self, row: int, tokens: Sequence[int]) -> None:
-        """From now on the row has this text, and no other."""
-        self.remove(row)
-        text = self._texts[row] = np.asarray(tokens, np.int32)
+    def add(self, number: int, tokens: Sequence[int]) -> None:
+        """From now on this is the text of that number, and no other."""
+        self.remove(number)
+        text = self._texts[number] = np.asarray(tokens, np.int32)
         for name in self._names(text):
-            self._rows.setdefault(name, {})[row] = None
+            self._named.setdefault(name, {})[number] = None
 
-    def remove(self, row: int) -> None:
-        """The row has no text any more."""
-        text = self._texts.pop(row, None)
+    def remove(self, number: int) -> None:
+        """Forget a text, if it is known."""
+        text = self._texts.pop(number, None)
         for name in () if text is None else self._names(text):
-            rows = self._rows.get(name, {})
-            rows.pop(row, None)
-            if not rows:
-                self._rows.pop(name, None)
+            named = self._named.get(name, {})
+            named.pop(number, None)
+            if not named:
+                self._named.pop(name, None)
 
     def longest(self, tokens: Sequence[int]) -> Prefix:
-        """The row whose text has most in common with these tokens, at least a whole block."""
+        """The text that has most in common with these tokens, at least a whole block."""
         text = np.asarray(tokens, np.int32)
-        rows: dict[int, None] = {}
+        numbers: dict[int, None] = {}
         whole = 0
         for name in self._names(text):
-            if name not in self._rows:
+            if name not in self._named:
                 break
-            rows, whole = self._rows[name], whole + 1
-        # All of these rows have the same whole blocks: the next one decides.
+            numbers, whole = self._named[name], whole + 1
+        # All of these have the same whole blocks: the next one decides.
         start, end = whole * self._block, (whole + 1) * self._block
-        more = lambda row: _common(self._texts[row][start:end], text[start:end])
-        row = max(rows, key=more, default=None)
-        if row is None:
+        more = lambda number: _common(self._texts[number][start:end], text[start:end])
+        newest = itertools.islice(reversed(numbers), NOMINATED)
+        number = max(newest, key=more, default=None)
+        if number is None:
             return Prefix()
-        length = _common(self._texts[row], text)
-        return Prefix(row, length) if length >= self._block else Prefix()
+        length = _common(self._texts[number], text)
+        return Prefix(number, length) if length >= self._block else Prefix()
 
     def _names(self, text: Tokens) -> list[int]:
         """Names of the whole blocks of a text."""

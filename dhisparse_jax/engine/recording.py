@@ -4,8 +4,8 @@ A recording is one file. Its first line is a JSON object: `format` and `version`
 the fields of the `HierarchyConfig`, and `bits`, the bits of a packed position. Events follow in the
 order in which they happened, each three little-endian int32 (kind, a, b):
 
-    JOIN   a row, b positions of the prompt: the request has its pages
-    ADMIT  a row, b pool: the prompt fills the pages of this pool
+    JOIN   a row, b positions of its prompt, or of all that it has read: the request has its pages
+    ADMIT  a row, b pool: the newest positions fill the pages of this pool
     LEAVE  a row
     STEP   a number of active rows n; then n int32 rows, n int32 accepted tokens, and the selections
     END    the recording is whole
@@ -18,35 +18,31 @@ They hold the position + 1, or 0 for none. With 3 bits, [[4, -1]] is 101 000 00,
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
-from dhisparse_jax.engine.output import unpacked
+from dhisparse_jax.engine.output import Packed, unpacked
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.step import StepOutput
 from pallas_kernels.common.scaled_rows import ScaledRow
-
-if TYPE_CHECKING:
-    from dhisparse_jax.engine.compiled import Compiled
 
 FORMAT, VERSION = "dhisparse-selections", 1
 END, JOIN, ADMIT, LEAVE, STEP = range(5)
 
 
 class Join(NamedTuple):
-    """A request joins a free row with a prompt of `length` positions."""
+    """A request joins a free row with `length` positions, as a new one or as one that was there."""
 
     row: int
     length: int
 
 
 class Admit(NamedTuple):
-    """Its prompt fills the pages of a pool."""
+    """Its newest positions fill the pages of a pool."""
 
     row: int
     pool: int
@@ -76,7 +72,10 @@ Happened = Join | Admit | Leave | Step
 
 
 class Recorder:
-    """Writes a recording of what an engine does.
+    """A `Watcher` that writes a recording of what an engine does.
+
+    What a dispatch selected is read when the next one has been launched, so that the device never
+    waits for the recording.
 
     Args:
         file: where to; it stays open.
@@ -87,22 +86,30 @@ class Recorder:
         assert cfg.record_selections  # else a step has nothing to record
         self._file, self._bits = file, cfg.capacity.bit_length()
         self._active: set[int] = set()
+        self._pending: list[bytes | _Launched] = []  # from the latest dispatch on
         self._error: OSError | None = None
         head = {"format": FORMAT, "version": VERSION, "bits": self._bits}
         self._write(json.dumps(head | {"config": dataclasses.asdict(cfg)}).encode() + b"\n")
 
-    def watch(self, compiled: "Compiled") -> None:
-        """Record every later call of the functions through which an engine changes its hierarchy.
+    def joined(self, row: int, length: int) -> None:
+        """See `Watcher`."""
+        self._active.add(row)
+        self._pending.append(_event(JOIN, row, length))
 
-        There must be no request in it yet.
-        """
-        for name, note in (
-            ("join", lambda result, state, row, length, _: self._join(int(row), int(length))),
-            ("admit", lambda result, state, pool, row, *_: self._event(ADMIT, int(row), pool)),
-            ("leave", lambda result, state, row: self._leave(int(row))),
-            ("step", lambda result, *_: self._steps(unpacked(result[1]))),
-        ):
-            setattr(compiled, name, _followed(getattr(compiled, name), note))
+    def admitted(self, row: int, pool: int) -> None:
+        """See `Watcher`."""
+        self._pending.append(_event(ADMIT, row, pool))
+
+    def left(self, row: int) -> None:
+        """See `Watcher`."""
+        self._active.remove(row)
+        self._pending.append(_event(LEAVE, row))
+
+    def stepped(self, output: Packed) -> None:
+        """See `Watcher`."""
+        self._write_pending()
+        rows = np.array(sorted(self._active), np.int32)
+        self._pending.append(_Launched(rows, output))
 
     def finish(self) -> None:
         """The recording is whole.
@@ -110,30 +117,16 @@ class Recorder:
         Raises:
             OSError: it is not, since something could not be written.
         """
-        self._event(END, 0, 0)
+        self._write_pending()
+        self._write(_event(END))
         self._file.flush()
         if self._error:
             raise self._error
 
-    def _join(self, row: int, length: int) -> None:
-        self._active.add(row)
-        self._event(JOIN, row, length)
-
-    def _leave(self, row: int) -> None:
-        self._active.remove(row)
-        self._event(LEAVE, row, 0)
-
-    def _steps(self, output: StepOutput) -> None:
-        """The steps of one dispatch."""
-        rows = np.array(sorted(self._active), np.int32)
-        for count, selection in zip(output.count, output.selection, strict=True):
-            self._event(STEP, len(rows), 0)
-            for numbers in (rows, count[rows]):
-                self._write(numbers.astype("<i4").tobytes())
-            self._write(packed_bits(selection[:, rows], self._bits).tobytes())
-
-    def _event(self, kind: int, a: int, b: int) -> None:
-        self._write(np.array([kind, a, b], "<i4").tobytes())
+    def _write_pending(self) -> None:
+        for item in self._pending:
+            self._write(item if isinstance(item, bytes) else item.packed(self._bits))
+        self._pending.clear()
 
     def _write(self, data: bytes) -> None:
         # Not in the middle of a step, whose state would be lost: the run goes on without.
@@ -144,15 +137,26 @@ class Recorder:
                 self._error = error
 
 
-def _followed(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    """`call`, and after it `note` of its result and its arguments."""
+class _Launched(NamedTuple):
+    """A dispatch on its way."""
 
-    def both(*args: Any) -> Any:  # noqa: ANN401  # whatever `call` takes and gives
-        result = call(*args)
-        note(result, *args)
-        return result
+    rows: Int[np.ndarray, " n"]
+    output: Packed
 
-    return both
+    def packed(self, bits: int) -> bytes:
+        """Its steps, as they are written; waits for its end."""
+        output = unpacked(self.output)
+        parts: list[bytes] = []
+        for count, selection in zip(output.count, output.selection, strict=True):
+            numbers = (self.rows, count[self.rows])
+            parts.append(_event(STEP, len(self.rows)))
+            parts.extend(array.astype("<i4").tobytes() for array in numbers)
+            parts.append(packed_bits(selection[:, self.rows], bits).tobytes())
+        return b"".join(parts)
+
+
+def _event(kind: int, a: int = 0, b: int = 0) -> bytes:
+    return np.array([kind, a, b], "<i4").tobytes()
 
 
 @dataclasses.dataclass(frozen=True)

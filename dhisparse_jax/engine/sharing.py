@@ -1,9 +1,12 @@
-"""Host pages of the rows, and what a request takes over from a text that a row has.
+"""Host pages of the requests, and what one takes over from a text that lies in pages.
 
-A row has the text of its request, or of the last one that was in it until another one enters or
-the pages are needed: index keys lie in rows, so what a row has forgotten cannot be shared.
+Host pages hold all that there is of a history, records and index keys. So a request that leaves its
+row may keep its pages and come back to any row, and the text of one that has ended can be shared
+until its pages are needed, wherever it was.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,17 +27,30 @@ class Entry:
 
     Attributes:
         pages: int32 host pages of the row.
-        source: int32 host pages with the records of the shared positions.
-        donor: int32 row with their index keys.
-        shared: int32 first positions, which need no prefill.
+        source: int32 host pages with the shared positions.
+        shared: int32 first positions, which are there already.
         kept: int32 how many of them lie in pages that are the row's too; the others are copied.
     """
 
     pages: Int[Array, " N"]
     source: Int[Array, " N"]
-    donor: Int[Array, ""]
     shared: Int[Array, ""]
     kept: Int[Array, ""]
+
+
+@dataclasses.dataclass(eq=False)
+class Holding:
+    """Host pages of one request, wherever it is.
+
+    Attributes:
+        pages: in the order of its positions.
+        copied: the page that it copies from until its prompt is prefilled.
+        text: number of its text, which others can share; None before its prompt is prefilled.
+    """
+
+    pages: Pages
+    copied: Pages
+    text: int | None = None
 
 
 class _Plan(NamedTuple):
@@ -70,10 +86,12 @@ class Sharing:
         self._cfg = cfg
         self.pages = HostPages(cfg.host_page_count)
         self._prefixes = Prefixes(cfg.host_page)
-        self._pages_of: dict[int, Pages] = {}  # of rows with a request or with a finished text
-        self._copied: dict[int, Pages] = {}  # page that a row in prefill copies from
-        self._finished: dict[int, None] = {}  # rows that have only a text, the oldest first
-        self._refused: tuple[Sequence[int], int] | None = None  # does not fit as things are
+        self._texts: dict[int, Pages] = {}  # by number
+        self._rows: dict[int, Holding] = {}
+        self._finished: dict[int, None] = {}  # texts without a request, the oldest first
+        self._numbers = itertools.count()
+        # Who does not fit as things are, by the holdings that it would do without.
+        self._refused: dict[tuple[int, ...], tuple[Sequence[int], int]] = {}
 
     def pages_for(self, positions: int) -> int:
         """How many pages so many positions take."""
@@ -93,26 +111,27 @@ class Sharing:
                 "tokens together, or raise host_pages"
             )
 
-    def fits(self, prompt: Sequence[int], positions: int, without: Sequence[int] = ()) -> bool:
-        """Whether a request that commits so many positions can enter, once rows have been left.
+    def fits(self, prompt: Sequence[int], positions: int, without: Sequence[Holding] = ()) -> bool:
+        """Whether a request that commits so many positions can enter, once others hold nothing.
 
         Asking again before anything has changed costs nothing.
         """
-        refused = self._refused
-        if not without and refused and refused[0] is prompt and refused[1] <= positions:
+        others = tuple(map(id, without))
+        refused = self._refused.get(others)
+        if refused and refused[0] is prompt and refused[1] <= positions:
             return False
         users = self.pages.users.copy()
-        for row in without:
-            users[self._pages_of[row]] -= 1
+        for holding in without:
+            users[holding.pages] -= 1
+            users[holding.copied] -= 1
         fits = self._plan(prompt, positions, users) is not None
-        if not without:
-            self._refused = None if fits else (prompt, positions)
+        if not fits:
+            self._refused[others] = (prompt, positions)
         return fits
 
-    def best_row(self, free: Sequence[int]) -> int:
-        """Of rows without a request: one without a text, or the one with the oldest."""
-        order = {row: age for age, row in enumerate(self._finished, start=1)}
-        return min(free, key=lambda row: order.get(row, 0))
+    def of(self, row: int) -> Holding:
+        """What the request of a row holds."""
+        return self._rows[row]
 
     def enter(self, row: int, prompt: Sequence[int], positions: int) -> Entry:
         """Give a row the pages for a request.
@@ -134,46 +153,63 @@ class Sharing:
                 "other requests, or raise host_pages"
             )
         self.pages.hold(plan.source)  # so that they outlive their text
-        if row in self._finished:
-            self._forget(row)
         while self.pages.free < plan.fresh:
             self._forget(next(iter(self._finished)))
         mine = np.concatenate([plan.source[: plan.whole], self.pages.take(plan.fresh)])
-        self._pages_of[row], self._copied[row] = mine, plan.source[plan.whole :]
+        self._rows[row] = Holding(mine, plan.source[plan.whole :])
         return Entry(
-            pages=self._padded(mine),
+            pages=self.table(self._rows[row]),
             source=self._padded(plan.source),
-            donor=_given(plan.prefix.row),
             shared=_given(plan.prefix.length),
             kept=_given(plan.whole * self._cfg.host_page),
         )
 
     def has(self, row: int, text: Sequence[int]) -> None:
-        """The records of these tokens are in the row's pages: others can share them now."""
-        self.pages.drop(self._copied.pop(row, _NOTHING))
-        self._prefixes.add(row, text)
-        self._refused = None
+        """These tokens are in the row's pages: others can share them now."""
+        holding = self._rows[row]
+        self.pages.drop(holding.copied)
+        holding.copied = _NOTHING
+        if holding.text is None:
+            holding.text = next(self._numbers)
+        self._texts[holding.text] = holding.pages[: self.pages_for(len(text))]
+        self._prefixes.add(holding.text, text)
+        self._refused.clear()
 
     def leave(self, row: int) -> None:
-        """The request of a row is gone. The text that the row has stays while there is room."""
-        self.pages.drop(self._copied.pop(row, _NOTHING))
-        pages = self._pages_of.pop(row)
-        if row in self._prefixes:
-            text = pages[: self.pages_for(self._prefixes.size(row))]
-            self.pages.keep(text)
-            self._pages_of[row], self._finished[row] = text, None
-        self.pages.drop(pages)
-        self._refused = None
+        """The request of a row has ended."""
+        self.release(self.take_out(row))
+
+    def take_out(self, row: int) -> Holding:
+        """The request of a row leaves it, and keeps its pages."""
+        return self._rows.pop(row)
+
+    def put_back(self, row: int, holding: Holding) -> Any:  # noqa: ANN401  # as `_given`
+        """The reverse of `take_out`, into any row; returns its table of pages."""
+        self._rows[row] = holding
+        return self.table(holding)
+
+    def table(self, holding: Holding) -> Any:  # noqa: ANN401  # as `_given`
+        """The pages of a holding as a row of the table that the device has."""
+        return self._padded(holding.pages)
+
+    def release(self, holding: Holding) -> None:
+        """A request needs its pages no more. Its text stays in them while there is room."""
+        if holding.text is not None:
+            self.pages.keep(self._texts[holding.text])
+            self._finished[holding.text] = None
+        self.pages.drop(holding.copied)
+        self.pages.drop(holding.pages)
+        self._refused.clear()
 
     def forget(self) -> None:
-        """Forget the texts of all rows without a request."""
-        for row in tuple(self._finished):
-            self._forget(row)
+        """Forget the texts of all requests that have ended."""
+        for text in tuple(self._finished):
+            self._forget(text)
 
-    def _forget(self, row: int) -> None:
-        del self._finished[row]
-        self._prefixes.remove(row)
-        self.pages.forget(self._pages_of.pop(row))
+    def _forget(self, text: int) -> None:
+        del self._finished[text]
+        self._prefixes.remove(text)
+        self.pages.forget(self._texts.pop(text))
 
     def _plan(
         self, prompt: Sequence[int], positions: int, users: Int[np.ndarray, " pages"]
@@ -183,10 +219,9 @@ class Sharing:
         whole = prefix.length // self._cfg.host_page
         # To copy from a page keeps one page more from being used.
         for length in (prefix.length, whole * self._cfg.host_page):
-            source = self._pages_of.get(prefix.row, _NOTHING)[: self.pages_for(length)]
-            plan = _Plan(
-                Prefix(prefix.row, length), source, whole, self.pages_for(positions) - whole
-            )
+            source = self._texts.get(prefix.text, _NOTHING)[: self.pages_for(length)]
+            prefix = Prefix(prefix.text, length)
+            plan = _Plan(prefix, source, whole, self.pages_for(positions) - whole)
             if plan.fresh <= (users == 0).sum() - (users[source] == 0).sum():
                 return plan
         return None

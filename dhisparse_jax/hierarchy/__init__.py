@@ -14,10 +14,14 @@ backup      committed records to the host pools
 ghost       what was evicted last, and the worth of a page
 adapt       budgets from the load
 pages       granting and releasing pages
-requests    join, admit_prompt, leave; what a request takes over from another
+requests    join and leave; reading what host pages hold
+admit       a prompt, or what comes back from its host pages, onto the device
+keys        index keys in host memory
 invariants  what must hold between steps
 """
 
+from dhisparse_jax.hierarchy.admit import admit_prompt as admit_prompt
+from dhisparse_jax.hierarchy.admit import readmit as readmit
 from dhisparse_jax.hierarchy.append import query_positions as query_positions
 from dhisparse_jax.hierarchy.formats import stored_keys as stored_keys
 from dhisparse_jax.hierarchy.formats import stored_rows as stored_rows
@@ -26,11 +30,10 @@ from dhisparse_jax.hierarchy.group import attend as attend
 from dhisparse_jax.hierarchy.group import close_group as close_group
 from dhisparse_jax.hierarchy.group import open_group as open_group
 from dhisparse_jax.hierarchy.invariants import check_invariants as check_invariants
-from dhisparse_jax.hierarchy.requests import admit_prompt as admit_prompt
 from dhisparse_jax.hierarchy.requests import join as join
 from dhisparse_jax.hierarchy.requests import leave as leave
 from dhisparse_jax.hierarchy.requests import recall as recall
-from dhisparse_jax.hierarchy.requests import share_keys as share_keys
+from dhisparse_jax.hierarchy.requests import recall_keys as recall_keys
 from dhisparse_jax.hierarchy.state import HierarchyState as HierarchyState
 from dhisparse_jax.hierarchy.state import abstract as abstract
 from dhisparse_jax.hierarchy.state import init as init

@@ -8,6 +8,7 @@ import numpy as np
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.keys import packed_keys
 from dhisparse_jax.hierarchy.state import HierarchyState
 
 Host = Any
@@ -26,6 +27,7 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
     hot_is_committed: no hot slot holds a position at or beyond the length.
     hot_equals_host: every hot record equals its host record, byte for byte.
     tail_equals_host: every committed record in a tail equals its host record.
+    keys_equal_host: every committed index key equals its copy in host memory.
     host_pages_held: every committed position has a host page, no row has one twice, and inactive
         rows have none.
     shared_is_complete: a host page that several rows have lies below the lengths of all of them, so
@@ -45,6 +47,7 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
         _hot_is_committed,
         _hot_equals_host,
         _tail_equals_host,
+        _keys_equal_host,
         _host_pages_held,
         _shared_is_complete,
         _lengths_fit,
@@ -69,12 +72,16 @@ def _as_on_the_host(
     slot: np.ndarray,
 ) -> bool:
     """Whether slots equal the host records of positions, where those have any."""
-    every = np.broadcast_to(np.arange(cfg.capacity, dtype=np.int32), (cfg.requests, cfg.capacity))
-    rows = np.asarray(layout.host_rows(cfg, jnp.asarray(host.host_page_of), jnp.asarray(every)))
-    row, records = rows[request, position], host.pools[pool].host
+    row, records = _host_rows(host, cfg)[request, position], host.pools[pool].host
     found = row < len(records)  # else `host_pages_held` is false
     slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
     return np.array_equal(slots[slot[found]], records[row[found]])
+
+
+def _host_rows(host: Host, cfg: HierarchyConfig) -> np.ndarray:
+    """Host row of every position of every request."""
+    every = np.broadcast_to(np.arange(cfg.capacity, dtype=np.int32), (cfg.requests, cfg.capacity))
+    return np.asarray(layout.host_rows(cfg, jnp.asarray(host.host_page_of), jnp.asarray(every)))
 
 
 def _pages_partitioned(host: Host, cfg: HierarchyConfig) -> bool:
@@ -152,6 +159,20 @@ def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
             if not _as_on_the_host(host, cfg, pool, request, position, slot):
                 return False
     return True
+
+
+def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
+    rows = _host_rows(host, cfg)
+    committed = np.arange(cfg.capacity) < host.length[:, None]
+    committed &= rows < cfg.host_rows  # else `host_pages_held` is false
+    keys_of = lambda pool: jax.tree.map(lambda keys: keys[committed], pool.index_keys)
+    return all(
+        np.array_equal(
+            pool.host_keys[rows[committed]],
+            np.asarray(packed_keys(cfg, jax.tree.map(jnp.asarray, keys_of(pool)))),
+        )
+        for pool in host.pools
+    )
 
 
 def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:

@@ -24,6 +24,9 @@ from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
 
+HOST_LEAVES = ("host", "host_keys")
+"""The leaves that are in host memory."""
+
 FILL = {
     "step": 1,
     **dict.fromkeys(
@@ -40,12 +43,15 @@ class PoolState:
     Attributes:
         host: the authoritative copy of every committed record; rows as in `layout`. Its memory
             kind is `pinned_host` where the backend has it.
+        host_keys: a copy of the index key of every committed position, packed; rows and memory kind
+            of `host`. Decode steps do not read it: whoever comes back to the device does.
         slot_of: hot slot of every position.
         pages: ids of the pages that each request holds, NO_SLOT after the last.
         index_keys: index keys of the whole history, on device; valid below `length`.
     """
 
     host: Int[Array, "H W"]
+    host_keys: Int[Array, "H Wk"]
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
     index_keys: Keys
@@ -135,7 +141,8 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     per_pool, average = shape((cfg.pools, r), i32), shape((cfg.pools, r), jnp.float32)
     pools = tuple(
         PoolState(
-            host=shape((cfg.host_page_count * cfg.host_page, cfg.record_words(pool)), i32),
+            host=shape((cfg.host_rows, cfg.record_words(pool)), i32),
+            host_keys=shape((cfg.host_rows, cfg.key_words), i32),
             slot_of=shape((r, c), i32),
             pages=shape((r, cfg.max_pages), i32),
             index_keys=key_shapes(cfg.geometry, r, c),
@@ -189,7 +196,7 @@ def init(cfg: HierarchyConfig) -> HierarchyState:
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
-        if name == "host":
+        if name in HOST_LEAVES:
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), host)
         return jax.device_put(jnp.full(leaf.shape, FILL.get(name, 0), leaf.dtype), device)
 

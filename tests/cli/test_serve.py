@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -96,6 +98,48 @@ def test_bound_limits_how_many_run(run, loaded, tmp_path):
     first = [item["first"] for item in document["requests"]]
     last = [item["last"] for item in document["requests"]]
     assert all(end <= begin for end, begin in zip(last[:-1], first[1:], strict=True))
+
+
+def test_host_memory_limits_how_many_run(run, loaded, tmp_path):
+    """3 pages of 16 tokens: two for each request, so the second waits for the first."""
+    path, output = write(tmp_path, *(line(0, 20, 9, seed) for seed in (1, 7))), tmp_path / "o.json"
+    few = ("--host-memory", 3 * 16 * 512 / 1e9)
+    assert serve(run, path, "--json", output, "--interval", 0, *few).code == 0
+    document = json.loads(output.read_text())
+    assert {sample["running"] for sample in document["series"]} == {0, 1}
+    assert [item["tokens"] for item in document["requests"]] == [9, 9]
+    error = serve(run, path, "--host-memory", 1e-5).error
+    assert error == (
+        "--host-memory 1e-05 GB holds 16 tokens; the longest request has 29: give at least "
+        "1.7e-05, or shorten it"
+    )
+    assert "is not a number above 0" in serve(run, path, "--host-memory", 0).error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_what_was_measured(run, loaded, tmp_path, monkeypatch, number):
+    """The signal comes in the middle of the second request."""
+    path, output = write(tmp_path, *(line(0, 10, 9) for _ in range(3))), tmp_path / "o.json"
+    add, heard = ServingRecord.add, []
+
+    def interrupted(self, event):
+        add(self, event)
+        heard.append(event)
+        if isinstance(event, NewTokens) and event.request == 1 and self.requests[1].tokens == 4:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(ServingRecord, "add", interrupted)
+    result = serve(run, path, "--json", output, "--interval", 1000, "--batch", 1)
+    assert result.code == 130
+    assert "stopping after this step" in result.err
+    document = json.loads(output.read_text())
+    assert [item["tokens"] for item in document["requests"]] == [9, 4, 0]
+    assert [item["finish_reason"] for item in document["requests"]] == ["length", None, None]
+    assert document["summary"]["output_tokens"] == 13
+    (sample,) = document["series"]
+    assert sample["tokens_per_s"] > 0
+    assert "13" in result.out.decode()
+    assert not list(tmp_path.glob(".o.json*"))
 
 
 def test_requests_that_never_fit_are_refused(run, loaded, tmp_path):

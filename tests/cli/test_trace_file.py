@@ -46,6 +46,10 @@ def test_reads_lines(tmp_path):
         (GOOD | {"output_tokens": True}, "output_tokens is True"),
         (GOOD | {"seed": -1}, "seed is -1; it must be a whole number of 0 to 4294967295"),
         ({"arrival": 0, "prompt_file": 3, "output_tokens": 1}, "prompt_file is 3"),
+        (
+            {"arrival": 0, "prompt_file": "-", "output_tokens": 1},
+            "prompt_file is -: standard input",
+        ),
         ({"arrival": 0, "prompt_file": "no.txt", "output_tokens": 1}, r"no\.txt: no such file"),
     ],
 )

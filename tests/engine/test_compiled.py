@@ -78,7 +78,8 @@ def test_one_program_per_function(served):
 
 def pointers(state):
     """Where the large arrays are: host pools, hot slots, index keys."""
-    arrays = [pool.host for pool in state.pools] + [hot.slots for hot in state.hot]
+    arrays = [array for pool in state.pools for array in (pool.host, pool.host_keys)]
+    arrays += [hot.slots for hot in state.hot]
     arrays += [pool.index_keys for pool in state.pools]
     return [array.unsafe_buffer_pointer() for array in arrays]
 
@@ -127,8 +128,9 @@ def test_a_session_is_read_by_the_retrieval_kernel(monkeypatch):
         geometry=geometry, policy=Policy.ADAPTIVE, requests=16, capacity=100_000, hot_rows=28_000
     )
     number = jax.ShapeDtypeStruct((), jnp.int32)
+    pages = jax.ShapeDtypeStruct((cfg.row_pages,), jnp.int32)
     for pool in range(cfg.pools):
-        capture = lambda state, row, length, pool=pool: compiled._capture(
-            cfg, state, pool, row, length
+        capture = lambda state, pages, length, pool=pool: compiled._capture(
+            cfg, state, pool, pages, length
         )
-        assert lowered_kernels(capture, abstract(cfg), number, number) == 1
+        assert lowered_kernels(capture, abstract(cfg), pages, number) == 2

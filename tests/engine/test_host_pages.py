@@ -54,21 +54,20 @@ def test_the_longest_prefix_is_found():
     found = 0
     for _ in range(500):
         text = (rng.random(rng.integers(0, 30)) < 0.15).astype(int).tolist()
-        row = int(rng.integers(6))
+        number = int(rng.integers(6))
         if rng.random() < 0.4:
-            prefixes.add(row, text)
-            texts[row] = text
+            prefixes.add(number, text)
+            texts[number] = text
         elif rng.random() < 0.3:
-            prefixes.remove(row)
-            texts.pop(row, None)
-        assert [row in prefixes for row in range(6)] == [row in texts for row in range(6)]
+            prefixes.remove(number)
+            texts.pop(number, None)
         probe = (rng.random(rng.integers(0, 30)) < 0.15).astype(int).tolist()
         best = max((common(mine, probe) for mine in texts.values()), default=0)
         got = prefixes.longest(probe)
         if best < BLOCK:
             assert got == Prefix()
         else:
-            assert got.length == best == common(texts[got.row], probe)
+            assert got.length == best == common(texts[got.text], probe)
             found += 1
     assert found > 100
 
@@ -96,7 +95,7 @@ def test_pages_of_a_request_by_hand():
     assert (int(first.shared), int(first.kept)) == (0, 0)
     own.has(0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     second = own.enter(1, [1, 2, 3, 4, 5, 6, 9, 9], 12)
-    assert (int(second.donor), int(second.shared), int(second.kept)) == (0, 6, 4)
+    assert (int(second.shared), int(second.kept)) == (6, 4)
     assert second.source.tolist()[:3] == [0, 1, -1]
     assert second.pages.tolist()[:4] == [0, 3, 4, -1]
     # Until its prompt is prefilled, it copies from page 1.
@@ -121,13 +120,13 @@ def test_the_last_token_is_never_shared():
 
 
 def test_texts_give_way_to_requests_oldest_first():
-    own, texts = sharing(host_pages=9), [[row] * 8 for row in range(3)]
-    for row, text in enumerate(texts):
-        own.enter(row, text, 8)
-        own.has(row, text)
-        own.leave(row)
+    """All of them were in the same row."""
+    own, texts = sharing(host_pages=9), [[kind] * 8 for kind in range(3)]
+    for text in texts:
+        own.enter(0, text, 8)
+        own.has(0, text)
+        own.leave(0)
     assert own.pages.free == 3
-    assert own.best_row([2, 1, 0]) == 0
     for positions, known in ((20, [0, 8, 8]), (24, [0, 0, 8]), (28, [0, 0, 8]), (29, [0, 0, 0])):
         own.enter(0, [9] * positions, positions)
         assert [own._plan([*text, 5], 1, own.pages.users).prefix.length for text in texts] == known
@@ -180,3 +179,31 @@ def test_too_large_requests_are_refused():
     with pytest.raises(UserError, match="9 positions need 3 pages of 4 in host memory, 2 of 4"):
         own.enter(1, (), 9)
     assert own.pages.users.sum() == 2
+
+
+def test_a_request_without_a_row_keeps_its_pages():
+    """They are counted, can be shared, and come back to another row as they were."""
+    own = sharing(host_pages=6)
+    before = own.enter(2, (), 12).pages.tolist()
+    own.has(2, [1, 2, 3, 4, 5])
+    paged = own.take_out(2)
+    assert own.pages.unused == 3
+    assert not own.fits((), 13)
+    assert own.fits((), 13, [paged])
+    assert int(own.enter(2, [1, 2, 3, 4, 9], 8).shared) == 4
+    assert own.put_back(0, paged).tolist() == before
+    own.leave(0)
+    own.leave(2)
+    own.forget()
+    assert own.pages.free == 6
+
+
+def test_pages_given_up_can_still_be_read():
+    """Until somebody needs them: the one who needs them first may share them."""
+    own = sharing(host_pages=4)
+    own.enter(0, (), 16)
+    own.has(0, list(range(10)))
+    paged = own.take_out(0)
+    assert own.fits(list(range(12)), 16, [paged])
+    own.release(paged)
+    assert int(own.enter(1, list(range(12)), 16).shared) == 8

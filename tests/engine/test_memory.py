@@ -21,7 +21,7 @@ def size(tree):
 def test_sizes_are_those_of_the_arrays(policy):
     cfg = config(*policy)
     state, of = init(cfg), sizes(cfg)
-    assert of.host_bytes == size([pool.host for pool in state.pools])
+    assert of.host_bytes == size([(pool.host, pool.host_keys) for pool in state.pools])
     assert of.index_bytes == size([pool.index_keys for pool in state.pools])
     slots = size([hot.slots for hot in state.hot])
     assert of.hot_bytes + of.tail_bytes + of.staging_bytes == slots
@@ -34,7 +34,7 @@ def test_regions_by_hand():
     of = sizes(config("fixed", 4))
     assert (of.hot_bytes, of.tail_bytes) == (3 * 2 * 4 * 128, 3 * 2 * 4 * 128)
     assert of.staging_bytes == 3 * 4 * 128
-    assert of.host_bytes == 3 * 96 * 2 * 128
+    assert of.host_bytes == 3 * 96 * 2 * (128 + 128)
 
 
 def test_engine_reports_its_sizes():
@@ -68,7 +68,9 @@ def test_too_little_host_memory(monkeypatch):
     cfg = config("fixed", 4)
     both = sizes(cfg).host_bytes + sizes(cfg).device_bytes
     monkeypatch.setattr(memory, "free_host_bytes", lambda: both - 1)
-    with pytest.raises(UserError, match=r"host pools \(pinned_host\).*lower --batch \(now 3\)$"):
+    with pytest.raises(
+        UserError, match=r"host pools \(pinned_host\).*lower --batch \(now 3\) or --host-memory$"
+    ):
         check_memory(cfg)
     monkeypatch.setattr(memory, "free_host_bytes", lambda: both)
     check_memory(cfg)

@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from dhisparse_jax.cli.report import OutputFile
+from dhisparse_jax.cli.selections import recorded
+from dhisparse_jax.engine import recording
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.flight import Flight
 from tests.support.jobs import assert_baseline
@@ -89,3 +92,25 @@ def test_with_a_draft(order):
     assert result.tokens == plain.tokens
     assert 2 in ahead(order)
     assert order.count("launch") <= len(result.steps) + 1
+
+
+def test_a_recording_never_waits_for_the_newest(order, monkeypatch, tmp_path):
+    """It reads a dispatch when the next one has been launched; the last one at the end."""
+    packed = recording._Launched.packed
+
+    def seen_packed(self, bits):
+        order.append("record")
+        return packed(self, bits)
+
+    monkeypatch.setattr(recording._Launched, "packed", seen_packed)
+    cfg = config(*POLICIES["fixed"], record_selections=True)
+    served = Engine(*model(), cfg, chunk=CHUNK)
+    with recorded(served, OutputFile(tmp_path / "r.sel")):
+        result = run(served, [request(9, 8)])
+        assert len(result.steps) == 7
+        assert order.count("record") == 6
+    launches = [order[:n].count("launch") for n, it in enumerate(order) if it == "record"]
+    assert launches == [2, 3, 4, 5, 6, 7, 7]
+    assert ahead([it for it in order if it != "record"]) == [1, *[2] * 6]
+    events = recording.read_recording(tmp_path / "r.sel").events
+    assert sum(isinstance(event, recording.Step) for event in events) == 7

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.exchange import Paged
 from dhisparse_jax.engine.pace import Limits
+from dhisparse_jax.engine.session import Session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.sampling import Sampling
-from tests.support.jobs import Heard, assert_baseline
+from tests.support.jobs import Heard, assert_baseline, assert_pages_counted
 from tests.support.serving import CHUNK, CONTEXT, POLICIES, config, engine, model, request, run
 from tests.support.toy_draft import toy_draft
 
@@ -24,7 +26,8 @@ SCHEDULES = int(os.environ.get("DHISPARSE_SCHEDULES", "200"))
 SEED = int(os.environ.get("DHISPARSE_SEED", "0"))
 MOST_NEW = 12
 LENGTHS = (1, 5, 15, 16, 17, 30, 41, 60, CONTEXT - 3)
-KINDS = [*POLICIES, "draft", "pieces"]
+KINDS = [*POLICIES, "draft", "pieces", "pages"]
+HOST_PAGES = 13
 
 
 @cache
@@ -36,10 +39,15 @@ def texts():
 
 @cache
 def served_as(kind):
-    """Each policy; a draft, some steps at once and little parking; prefill between the steps."""
+    """Each policy; a draft, some steps at once and little parking; prefill between the steps.
+
+    And host memory for two of the largest requests.
+    """
     if kind in POLICIES:
         return engine(*POLICIES[kind])
     cfg = lambda queries: config(*POLICIES["adaptive"], queries=queries)
+    if kind == "pages":
+        return engine(*POLICIES["adaptive"], host_pages=HOST_PAGES)
     if kind == "pieces":
         served = Engine(*model(), cfg(1), chunk=CHUNK, limits=Limits(tpot=1e-6))
         served.pace = AnyPace()
@@ -50,6 +58,8 @@ def served_as(kind):
     draft, limits = toy_draft(known, length=2), Limits(parking=20_000)
     return Engine(*model(), cfg(3), chunk=CHUNK, draft=draft, steps=2, limits=limits)
 
+
+DONE = ("cancelled", "preempted", "resumed", "in pages", "out of pages")
 
 SAVED = []
 """Sessions of all engines, (session, place in LENGTHS, most tokens): any may go on in any other."""
@@ -79,8 +89,9 @@ class Schedule:
 
     def __init__(self, served, seed):
         self.served, self.rng, self.heard = served, np.random.default_rng(seed), Heard()
+        self.resumed = set()
         self.asked = {}  # number: (place in LENGTHS, tokens of before, most tokens)
-        self.done = {"cancelled": 0, "preempted": 0, "resumed": 0}
+        self.done = dict.fromkeys(DONE, 0)
 
     def act(self):
         """One random action."""
@@ -107,7 +118,7 @@ class Schedule:
     def save(self):
         for number in self.asked:
             job = self.served._roster.jobs.get(number)
-            if job is not None and (job.decoding or job.session is not None):
+            if job is not None and (job.decoding or job.outside is not None):
                 place, _, most = self.asked[number]
                 try:
                     SAVED.append((self.served.save(number), place, most))
@@ -121,6 +132,7 @@ class Schedule:
             number = self.served.resume(session)
             self.asked[number] = (place, list(session.produced), most)
             self.done["resumed"] += 1
+            self.resumed.add(number)
 
     def listen(self, act=True):
         """One round of work; now and then something happens in the middle of it."""
@@ -134,8 +146,15 @@ class Schedule:
     def check(self):
         state = check_invariants(self.served.state, self.served.cfg)
         if any(job.prefill is not None for job in self.served._roster):
-            del state["tail_equals_host"]  # its newest positions are in no tail yet
+            del state["tail_equals_host"]  # its newest positions are in no tail yet,
+            del state["keys_equal_host"]  # nor are its keys everywhere
         assert all(state.values()), state
+        outside = {n: job.outside for n, job in self.served._roster.jobs.items()}
+        self.done["in pages"] += any(isinstance(it, Paged) for it in outside.values())
+        self.done["out of pages"] += any(
+            isinstance(it, Session) and n not in self.resumed for n, it in outside.items()
+        )
+        assert_pages_counted(self.served)
 
     def finish(self):
         """Everybody ends, with the right tokens."""
@@ -155,7 +174,7 @@ class Schedule:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_schedules(kind):
-    total = {"cancelled": 0, "preempted": 0, "resumed": 0}
+    total = dict.fromkeys(DONE, 0)
     for seed in range(SEED, SEED + SCHEDULES // len(KINDS)):
         schedule = Schedule(served_as(kind), seed)
         for _ in range(int(schedule.rng.integers(2, 12))):
@@ -164,6 +183,8 @@ def test_random_schedules(kind):
             schedule.check()
         schedule.finish()
         total = {name: total[name] + count for name, count in schedule.done.items()}
+    if kind != "pages":
+        del total["out of pages"]
     assert SCHEDULES < 100 or min(total.values()) > SCHEDULES // len(KINDS) // 10, total
 
 

@@ -12,6 +12,7 @@ import pytest
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout, requests
+from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.backup import backup
 from dhisparse_jax.hierarchy.plan import plan
 from dhisparse_jax.hierarchy.retrieve import retrieve, retrieve_attend
@@ -73,10 +74,10 @@ def ids(*shape):
 
 def shared_prompt(state, request, length, pages, source, records, keys):
     """Everything that a prompt goes through which begins as another one."""
-    state = requests.share_keys(state, GLM, request, length, length)
     state = requests.join(state, GLM, request, length, pages)
     records = requests.recall(state, GLM, 1, source, length, records)
-    return requests.admit_prompt(state, GLM, 1, request, records, keys, length)
+    keys = jnp.where(length > 5, requests.recall_keys(state, GLM, 1, source, length), keys)
+    return admit_prompt(state, GLM, 1, request, records, keys, length)
 
 
 def step(state, selection, query, start):
@@ -99,8 +100,8 @@ def test_gpu_kernels_lower_at_full_size(monkeypatch):
         (step, (ids(16, 1, 2048), query, ids(16))),
     ):
         hlo = lowered(call, state, *operands).splitlines()
-        for pool in state.pools:
-            name = "tensor<{}x{}xi32>".format(*pool.host.shape)
+        for array in (array for pool in state.pools for array in (pool.host, pool.host_keys)):
+            name = "tensor<{}x{}xi32>".format(*array.shape)
             touching = {word for line in hlo if name in line for word in OPERATION.findall(line)}
             assert touching <= {"custom_call"}
     assert "custom_call" in touching

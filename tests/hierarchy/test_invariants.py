@@ -9,6 +9,7 @@ import pytest
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.hierarchy import layout, pages, requests
+from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import init
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
@@ -44,7 +45,7 @@ def _populate(state, prompts):
     for row, pool in np.ndindex(prompts.shape[:2]):
         keys = jnp.zeros((CONFIG.capacity, 2))
         records = prompts[row, pool]
-        state = requests.admit_prompt(state, CONFIG, pool, jnp.int32(row), records, keys)
+        state = admit_prompt(state, CONFIG, pool, jnp.int32(row), records, keys)
     return state
 
 
@@ -185,6 +186,12 @@ def record_not_backed_up(state):
     return with_pool(state, 1, host=changed(state.pools[1].host, newest, 0))
 
 
+def one_bit_of_an_index_key(state):
+    keys = state.pools[1].index_keys.copy()
+    keys.view(np.int32)[1, LENGTHS[1] - 1, 1] ^= 1
+    return with_pool(state, 1, index_keys=keys)
+
+
 def with_host_page(state, row, column, page):
     return dataclasses.replace(state, host_page_of=changed(state.host_page_of, (row, column), page))
 
@@ -273,6 +280,7 @@ FAULTS = {
     one_bit_of_a_host_record: "hot_equals_host",
     one_bit_of_a_tail_record: "tail_equals_host",
     record_not_backed_up: "tail_equals_host",
+    one_bit_of_an_index_key: "keys_equal_host",
     positions_without_a_host_page: "host_pages_held",
     host_page_that_does_not_exist: "host_pages_held",
     host_page_of_nobody: "host_pages_held",

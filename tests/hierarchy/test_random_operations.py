@@ -12,6 +12,7 @@ import pytest
 
 from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.hierarchy import pages, requests
+from dhisparse_jax.hierarchy.admit import admit_prompt, readmit
 from dhisparse_jax.hierarchy.append import append_keys, append_row
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.plan import plan
@@ -75,25 +76,33 @@ class Compiled:
         options = {"xla_backend_optimization_level": 0}
         jit = partial(jax.jit, donate_argnums=0, compiler_options=options)
         self.join = jit(partial(_join, cfg))
+        self.come_back = jit(partial(_come_back, cfg))
         self.leave = jit(lambda state, row: requests.leave(state, cfg, row))
         self.step = jit(partial(_step, cfg))
         self.set_budgets = jit(lambda state, target: pages.set_budgets(state, cfg, target))
 
 
 def _join(cfg, state, row, length, prompts, host_pages, shared):
-    """A request joins, whose first positions are those of row `donor`.
+    """A request joins, whose first positions are those of another one.
 
-    What is shared is not taken from the prompts: keys come from the donor's row, records from the
-    host pages `source`.
+    What is shared is not taken from the prompts: it comes from the host pages `source`.
     """
-    donor, count, source, start = shared
-    state = requests.share_keys(state, cfg, row, donor, count)
+    count, source, start = shared
     state = requests.join(state, cfg, row, length, host_pages)
     mine = jnp.arange(cfg.capacity) < count
     for pool, (records, keys) in enumerate(prompts):
         records = requests.recall(state, cfg, pool, source, count, records)
-        keys = jnp.where(mine[:, None], state.pools[pool].index_keys[row], keys)
-        state = requests.admit_prompt(state, cfg, pool, row, records, keys, start)
+        known = requests.recall_keys(state, cfg, pool, source, count)
+        keys = jnp.where(mine[:, None], known, keys)
+        state = admit_prompt(state, cfg, pool, row, records, keys, start)
+    return state
+
+
+def _come_back(cfg, state, row, length, host_pages):
+    """A request joins whose pages have all that it needs."""
+    state = requests.join(state, cfg, row, length, host_pages)
+    for pool in range(cfg.pools):
+        state = readmit(state, cfg, pool, row)
     return state
 
 
@@ -118,7 +127,7 @@ class Lockstep:
         self.cfg, self.compiled = cfg, Compiled(cfg)
         self.state, self.model = init(cfg), Model(cfg)
         self.rng = np.random.default_rng(seed)
-        self.shared = 0
+        self.shared = self.moved = 0
         # What every position was last given, whether it was accepted or not.
         shape = (cfg.requests, cfg.capacity + cfg.queries)
         self.records = [np.zeros((*shape, words), np.int32) for words in self.model.sizes.words]
@@ -183,13 +192,9 @@ class Lockstep:
             np.int32(length),
             prompts,
             np.array(host_pages, np.int32),
-            (np.int32(donor), np.int32(count), source, np.int32(start)),
+            (np.int32(count), source, np.int32(start)),
         )
-        budgets = None
-        if model.sizes.adaptive:
-            budgets = np.asarray(self.state.budget).tolist()
-            check_admission(model, row, budgets, model.admission(row, length))
-        model.join(row, length, host_pages, budgets)
+        model.join(row, length, host_pages, self._admission(row, length))
         for pool in range(cfg.pools):
             model.admit(pool, row, self.records[pool][row], start)
         self.compare()
@@ -198,6 +203,32 @@ class Lockstep:
         self.state = self.compiled.leave(self.state, np.int32(row))
         self.model.leave(row)
         self.compare()
+
+    def move(self, row):
+        """A request leaves with its pages, and comes back to any free row."""
+        cfg, model = self.cfg, self.model
+        length, host_pages = model.length[row], list(model.host_pages[row])
+        self.leave(row)
+        new = int(self.rng.choice(np.flatnonzero(~np.array(model.active))))
+        table = np.full(cfg.row_pages, -1, np.int32)
+        table[: len(host_pages)] = host_pages
+        self.state = self.compiled.come_back(self.state, np.int32(new), np.int32(length), table)
+        budgets = self._admission(new, length)
+        model.join(new, length, host_pages, budgets)
+        self.keys[:, new] = self.keys[:, row]
+        for pool in range(cfg.pools):
+            self.records[pool][new] = self.records[pool][row]
+            model.admit(pool, new, self.records[pool][new], length)
+        self.moved += 1
+        self.compare()
+
+    def _admission(self, row, length):
+        """The budgets after an admission, checked; None where they follow from the policy."""
+        if not self.model.sizes.adaptive:
+            return None
+        budgets = np.asarray(self.state.budget).tolist()
+        check_admission(self.model, row, budgets, self.model.admission(row, length))
+        return budgets
 
     def set_budgets(self, target):
         self.state = self.compiled.set_budgets(self.state, np.array(target, np.int32))
@@ -456,6 +487,8 @@ def test_equals_model(name):
             life.join(rng.choice(free), rng.choice(lengths(cfg)))
         elif len(free) < cfg.requests and rng.random() < 0.02:
             life.leave(rng.choice(np.flatnonzero(life.model.active)))
+        elif len(free) < cfg.requests and rng.random() < 0.04:
+            life.move(rng.choice(np.flatnonzero(life.model.active)))
         elif cfg.policy is Policy.ADAPTIVE and rng.random() < 0.05:
             life.set_budgets(random_budgets(life))
         else:
@@ -465,3 +498,4 @@ def test_equals_model(name):
             life.step(style(rng, cfg.geometry.top_k, steps))
     assert steps > OPERATIONS // 3
     assert life.shared > 0
+    assert life.moved > 0

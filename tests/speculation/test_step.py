@@ -11,6 +11,7 @@ from dhisparse_jax.config import Geometry, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.engine.memory import sizes
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout, requests
+from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.group import open_group
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import init
@@ -192,7 +193,7 @@ def selecting(policy, hot_rows):
         state = requests.join(state, cfg, jnp.int32(row), jnp.int32(PROMPT))
         records = jnp.arange(CAPACITY * 32, dtype=jnp.int32).reshape(CAPACITY, 32) + row
         keys = jnp.eye(CAPACITY)
-        state = requests.admit_prompt(state, cfg, 0, jnp.int32(row), records, keys)
+        state = admit_prompt(state, cfg, 0, jnp.int32(row), records, keys)
     return cfg, state
 
 

@@ -3,8 +3,10 @@
 import dataclasses
 
 import jax
+import numpy as np
 
 from dhisparse_jax.engine.events import Finished, NewTokens
+from dhisparse_jax.engine.exchange import Paged
 from tests.support.serving import engine, is_idle, run
 
 
@@ -34,6 +36,17 @@ def drain(served, heard=None, rounds=400):
             heard.add(event)
     assert_baseline(served)
     return heard
+
+
+def assert_pages_counted(served):
+    """Every host page has as many users as there are requests that hold it."""
+    users = np.zeros(served.cfg.host_page_count, int)
+    for job in served._roster.jobs.values():
+        if job.row is not None or isinstance(job.outside, Paged):
+            holding = served._roster._holding(job)
+            users[holding.pages] += 1
+            users[holding.copied] += 1
+    assert served.sharing.pages.users.tolist() == users.tolist()
 
 
 def assert_baseline(served):

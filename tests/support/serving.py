@@ -53,9 +53,9 @@ def _engine(policy, hot_rows, **sizes):
     return Engine(*model(), config(policy, hot_rows, **sizes), chunk=CHUNK)
 
 
-def drafted(policy, hot_rows, draft, **options):
+def drafted(policy, hot_rows, draft, sizes=(), **options):
     """An engine with a drafter; not shared, since a draft is not hashable."""
-    cfg = config(policy, hot_rows, queries=draft.drafter.length + 1)
+    cfg = config(policy, hot_rows, queries=draft.drafter.length + 1, **dict(sizes))
     return Engine(*model(), cfg, chunk=CHUNK, draft=draft, **options)
 
 

@@ -1,0 +1,29 @@
+"""Index keys in host memory: packed like records, padded to whole units of them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.hierarchy.formats import StoredKeys, key_shapes
+from pallas_kernels.common.rows import WORD_BYTES, pack, unpack
+
+
+def packed_keys(cfg: HierarchyConfig, keys: StoredKeys) -> Int[Array, "n Wk"]:
+    """So many stored keys as rows of `host_keys`; their scales, if any, after their numbers."""
+    rows = lambda leaf: pack(leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])))
+    words = jnp.concatenate([rows(leaf) for leaf in jax.tree.leaves(keys)], axis=1)
+    return jnp.pad(words, ((0, 0), (0, cfg.key_words - words.shape[1])))
+
+
+def unpacked_keys(cfg: HierarchyConfig, rows: Int[Array, "n Wk"]) -> StoredKeys:
+    """The reverse of `packed_keys`."""
+    leaves, structure = jax.tree.flatten(key_shapes(cfg.geometry, rows.shape[0]))
+    found, column = [], 0
+    for leaf in leaves:
+        end = column + math.prod(leaf.shape[1:]) * leaf.dtype.itemsize // WORD_BYTES
+        found.append(unpack(rows[:, column:end], leaf.dtype).reshape(leaf.shape))
+        column = end
+    return jax.tree.unflatten(structure, found)
