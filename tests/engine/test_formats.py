@@ -11,6 +11,7 @@ from bench.replay import as_recorded, replay
 from bench.simulate import figures
 from dhisparse_jax.config import SCALED_KEYS, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.exchange import session_bytes
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.memory import sizes
 from dhisparse_jax.engine.recording import Recorder, read_recording
@@ -47,7 +48,7 @@ TOKENS = prompt(CONTEXT - 3, seed=11)
 @cache
 def model(form):
     row, keys = FORMS[form]
-    return toy(layers_per_pool=(1, 2), top_k=TOP_K, context=CONTEXT, row=row, index_dtype=keys)
+    return toy(layers_per_pool=(1, 2), top_k=TOP_K, context=CONTEXT, row=row, index=(8, keys))
 
 
 def config(form, policy, queries=1):
@@ -153,7 +154,7 @@ def test_a_session_goes_on_from_disk(tmp_path):
     save_session(tmp_path, served.save(number))
     drain(served, heard)
     session = load_session(tmp_path)
-    assert session.nbytes == served.session_bytes(len(session.text) - 1)
+    assert session.nbytes == session_bytes(served, len(session.text) - 1)
     other = engine("fp8", "fixed")
     resumed = other.resume(session)
     rest = drain(other).tokens[resumed]
@@ -205,9 +206,9 @@ def test_a_recording_keeps_the_format(tmp_path):
 
 
 def test_bytes_of_fp8_history():
-    """8 numbers, a scale and 4 bfloat16 in 24 bytes; keys of 6 numbers and a scale."""
+    """8 numbers, a scale and 4 bfloat16 in 24 bytes; keys of 8 numbers and a scale."""
     geometry = model("fp8")[0].geometry
-    assert (geometry.row.words, geometry.key_bytes) == (6, 10)
+    assert (geometry.row.words, geometry.key_bytes) == (6, 12)
     of = sizes(config("fp8", "fixed"))
-    assert of.index_bytes == 2 * 3 * CONTEXT * 10
-    assert geometry.position_bytes == 3 * 24 + 2 * 10
+    assert of.index_bytes == 2 * 3 * CONTEXT * 12
+    assert geometry.position_bytes == 3 * 24 + 2 * 12
