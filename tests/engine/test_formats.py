@@ -161,6 +161,21 @@ def test_a_session_goes_on_from_disk(tmp_path):
     assert [*session.produced, *rest] == heard.tokens[number] == tokens("fp8", "resident")[0]
 
 
+def test_preempted_requests_go_on_with_the_same_tokens():
+    """Their rows and index keys come back from host memory as they went there."""
+    served, heard = engine("fp8", "adaptive"), Heard()
+    numbers = [served.submit(item) for item in REQUESTS[:2]]
+    preempted = 0
+    for turn in range(20):
+        for event in served.advance():
+            heard.add(event)
+        preempted += served.preempt(numbers[turn % 2])
+    drain(served, heard)
+    assert preempted > 2
+    found = [heard.tokens[number] for number in numbers]
+    assert found == [tokens("fp8", "resident")[number] for number in range(2)]
+
+
 def test_a_session_of_another_format_is_refused():
     served = engine("fp8", "fixed")
     number = served.submit(REQUESTS[0])
