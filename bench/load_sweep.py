@@ -61,28 +61,37 @@ def main(
 def make_requests(
     loaded: registry.LoadedModel, count: int, prompt_bytes: int, new_tokens: int
 ) -> list[Request]:
-    """Pieces of left-out texts, each to be gone on with: the heads of all, then parts further on.
+    """Pieces of left-out texts up to the head of a function, each to be gone on with.
 
     Raises:
-        ValueError: if the texts have not so many pieces.
+        ValueError: as `pieces`.
     """
-    texts = load_evaluation()
-    pieces = [
-        (f"{name}+{part}", text[part : part + prompt_bytes])
-        for part in range(0, max(map(len, texts.values())), prompt_bytes)
-        for name, text in texts.items()
-        if len(text) - part >= prompt_bytes
-    ]
-    if len(pieces) < count:
-        raise ValueError(f"{count} texts of {prompt_bytes} bytes; there are {len(pieces)}")
     return [
         Request(
             name=name,
             prompt=loaded.tokenizer.encode(cut_after_head(piece, prompt_bytes)),
             max_new_tokens=new_tokens,
         )
-        for name, piece in pieces[:count]
+        for name, piece in pieces(count, prompt_bytes)
     ]
+
+
+def pieces(count: int, size: int) -> list[tuple[str, bytes]]:
+    """Named pieces of left-out texts, of `size` bytes: the heads of all, then parts further on.
+
+    Raises:
+        ValueError: if the texts have not so many.
+    """
+    texts = load_evaluation()
+    found = [
+        (f"{name}+{part}", text[part : part + size])
+        for part in range(0, max(map(len, texts.values())), size)
+        for name, text in texts.items()
+        if len(text) - part >= size
+    ]
+    if len(found) < count:
+        raise ValueError(f"{count} texts of {size} bytes; there are {len(found)}")
+    return found[:count]
 
 
 def _sweep(engine: Engine, requests: list[Request]) -> tuple[list[dict[str, Any]], list[Tokens]]:

@@ -244,7 +244,8 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    records, keys = jax.tree.map(lambda rows: rows[: cfg.records], (prompt.records, prompt.keys))
+    own = lambda rows: rows[: cfg.records]
+    records, keys = own(prompt.records), jax.tree.map(own, prompt.keys)
     return admit_prompt(state, cfg, pool, row, records, keys, kept, prompt.kept)
 
 

@@ -57,7 +57,7 @@ def admit_prompt(
     (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
     host, host_keys = backup_op(
         [mine.host, mine.host_keys],
-        [records, packed_keys(cfg, keys)],
+        [records, packed_keys(keys, mine.host_keys.shape[1])],
         rows,
         jnp.stack([position, position]),
     )

@@ -42,7 +42,7 @@ def backup(state: HierarchyState, cfg: HierarchyConfig, start: Int[Array, " R"])
         [
             *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in range(cfg.pools)),
             *(
-                packed_keys(cfg, jax.tree.map(lambda keys: keys[place], pool.index_keys))
+                packed_keys(jax.tree.map(lambda keys: keys[place], pool.index_keys), cfg.key_words)
                 for pool in state.pools
             ),
         ],

@@ -174,7 +174,9 @@ def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
     return all(
         np.array_equal(
             pool.host_keys[rows[committed]],
-            np.asarray(packed_keys(cfg, jax.tree.map(jnp.asarray, keys_of(pool)))),
+            np.asarray(
+                packed_keys(jax.tree.map(jnp.asarray, keys_of(pool)), pool.host_keys.shape[1])
+            ),
         )
         for pool in host.pools
     )

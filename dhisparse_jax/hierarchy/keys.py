@@ -11,11 +11,11 @@ from dhisparse_jax.hierarchy.formats import StoredKeys, key_shapes
 from pallas_kernels.common.rows import WORD_BYTES, pack, unpack
 
 
-def packed_keys(cfg: HierarchyConfig, keys: StoredKeys) -> Int[Array, "n Wk"]:
-    """So many stored keys as rows of `host_keys`; their scales, if any, after their numbers."""
+def packed_keys(keys: StoredKeys, width: int) -> Int[Array, "n Wk"]:
+    """Stored keys as rows of `host_keys`, of so many words; scales, if any, after the numbers."""
     rows = lambda leaf: pack(leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])))
     words = jnp.concatenate([rows(leaf) for leaf in jax.tree.leaves(keys)], axis=1)
-    return jnp.pad(words, ((0, 0), (0, cfg.key_words - words.shape[1])))
+    return jnp.pad(words, ((0, 0), (0, width - words.shape[1])))
 
 
 def unpacked_keys(cfg: HierarchyConfig, rows: Int[Array, "n Wk"]) -> StoredKeys:
