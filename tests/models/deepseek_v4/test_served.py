@@ -1,7 +1,6 @@
 """DeepSeek-V4 over the hierarchy: prefill and decode, policies, rejected rows, other requests."""
 
 import dataclasses
-import io
 from functools import cache
 
 import jax
@@ -207,12 +206,15 @@ def test_an_urgent_request_waits_for_a_row():
     assert ends[0] != urgent
 
 
-def test_drafts_that_read_layers_and_recordings_are_refused():
+def test_drafts_that_read_layers_and_recordings_are_refused(tmp_path):
     with pytest.raises(UserError, match="no single stream"):
         Engine(*model(), config("fixed", 2, queries=4), draft=toy_draft(vocabulary=96))
     cfg = config("fixed", 2, record_selections=True)
-    with pytest.raises(UserError, match="a recording of selections is not possible"):
-        Recorder(io.BytesIO(), cfg)
+    with (
+        (tmp_path / "run.sel").open("wb") as file,
+        pytest.raises(UserError, match="a recording of selections is not possible"),
+    ):
+        Recorder(file, cfg)
 
 
 def test_a_page_of_host_memory_has_whole_records():
