@@ -77,19 +77,6 @@ SETTINGS = (FIXED, DRAFTED, ADAPTIVE)
 """In the order in which they run: most of the time of each load is compilation."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """What all settings have.
-
-    Attributes:
-        hot_slots: per pool, of all requests together.
-        host_pages: for all requests together.
-    """
-
-    hot_slots: int
-    host_pages: int
-
-
 def main(
     rows: Annotated[int, typer.Option(help="Requests of `fixed` that memory is for.")] = 16,
     tpot_ms: Annotated[float | None, typer.Option(help="The bound; default: see above.")] = None,
@@ -149,8 +136,8 @@ class Bench:
         slots = FIXED_SELECTIONS * loaded.model.geometry.top_k
         # A draft writes up to a block beyond the last token.
         self._capacity = min(longest + 16, loaded.context)
-        pages = len(requests) * -(-self._capacity // page)
-        self._memory = Memory(hot_slots=rows * slots, host_pages=pages)
+        self._hot_slots = rows * slots  # per pool, of all requests together, as are the pages
+        self._host_pages = len(requests) * -(-self._capacity // page)
 
     def rows(self, bound: float | None) -> Iterator[Row]:
         """A row for every load that is tried, and whether it holds the bound."""
@@ -191,7 +178,7 @@ class Bench:
     def _engine(self, setting: Setting, load: int, draft: Draft) -> Engine:
         """Of `fixed`, every request has its budget; of `adaptive`, all together the whole."""
         slots = FIXED_SELECTIONS * self._loaded.model.geometry.top_k
-        share = slots if setting.policy is Policy.FIXED else self._memory.hot_slots // load
+        share = slots if setting.policy is Policy.FIXED else self._hot_slots // load
         queries = draft.drafter.length + 1
         cfg = HierarchyConfig(
             geometry=self._loaded.model.geometry,
@@ -201,7 +188,7 @@ class Bench:
             queries=queries,
             hot_rows=whole_pages(share),
             tail=max(16, 2 * queries),
-            host_pages=self._memory.host_pages,
+            host_pages=self._host_pages,
         )
         return Engine(self._loaded.model, self._loaded.params, cfg, draft=draft)
 

@@ -2,6 +2,7 @@
 
 state       the pytree, its shapes, an empty one
 layout      slot numbers: pages, tails and staging in one index space
+formats     rows and index keys as they are stored
 update      replacing one part of the state
 append      new index keys and rows
 select      exact top-K over the whole history
@@ -22,6 +23,8 @@ invariants  what must hold between steps
 from dhisparse_jax.hierarchy.admit import admit_prompt as admit_prompt
 from dhisparse_jax.hierarchy.admit import readmit as readmit
 from dhisparse_jax.hierarchy.append import query_positions as query_positions
+from dhisparse_jax.hierarchy.formats import stored_keys as stored_keys
+from dhisparse_jax.hierarchy.formats import stored_rows as stored_rows
 from dhisparse_jax.hierarchy.group import OpenGroup as OpenGroup
 from dhisparse_jax.hierarchy.group import attend as attend
 from dhisparse_jax.hierarchy.group import close_group as close_group

@@ -11,6 +11,7 @@ from bench.replay import as_recorded, replay
 from bench.simulate import figures
 from dhisparse_jax.config import SCALED_KEYS, HierarchyConfig, Policy, RowFormat
 from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.exchange import session_bytes
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.memory import sizes
 from dhisparse_jax.engine.recording import Recorder, read_recording
@@ -47,7 +48,7 @@ TOKENS = prompt(CONTEXT - 3, seed=11)
 @cache
 def model(form):
     row, keys = FORMS[form]
-    return toy(layers_per_pool=(1, 2), top_k=TOP_K, context=CONTEXT, row=row, index_dtype=keys)
+    return toy(layers_per_pool=(1, 2), top_k=TOP_K, context=CONTEXT, row=row, index=(8, keys))
 
 
 def config(form, policy, queries=1):
@@ -153,11 +154,26 @@ def test_a_session_goes_on_from_disk(tmp_path):
     save_session(tmp_path, served.save(number))
     drain(served, heard)
     session = load_session(tmp_path)
-    assert session.nbytes == served.session_bytes(len(session.text) - 1)
+    assert session.nbytes == session_bytes(served, len(session.text) - 1)
     other = engine("fp8", "fixed")
     resumed = other.resume(session)
     rest = drain(other).tokens[resumed]
     assert [*session.produced, *rest] == heard.tokens[number] == tokens("fp8", "resident")[0]
+
+
+def test_preempted_requests_go_on_with_the_same_tokens():
+    """Their rows and index keys come back from host memory as they went there."""
+    served, heard = engine("fp8", "adaptive"), Heard()
+    numbers = [served.submit(item) for item in REQUESTS[:2]]
+    preempted = 0
+    for turn in range(20):
+        for event in served.advance():
+            heard.add(event)
+        preempted += served.preempt(numbers[turn % 2])
+    drain(served, heard)
+    assert preempted > 2
+    found = [heard.tokens[number] for number in numbers]
+    assert found == [tokens("fp8", "resident")[number] for number in range(2)]
 
 
 def test_a_session_of_another_format_is_refused():
@@ -205,9 +221,9 @@ def test_a_recording_keeps_the_format(tmp_path):
 
 
 def test_bytes_of_fp8_history():
-    """8 numbers, a scale and 4 bfloat16 in 24 bytes; keys of 6 numbers and a scale."""
+    """8 numbers, a scale and 4 bfloat16 in 24 bytes; keys of 8 numbers and a scale."""
     geometry = model("fp8")[0].geometry
-    assert (geometry.row.words, geometry.key_bytes) == (6, 10)
+    assert (geometry.row.words, geometry.key_bytes) == (6, 12)
     of = sizes(config("fp8", "fixed"))
-    assert of.index_bytes == 2 * 3 * CONTEXT * 10
-    assert geometry.position_bytes == 3 * 24 + 2 * 10
+    assert of.index_bytes == 2 * 3 * CONTEXT * 12
+    assert geometry.position_bytes == 3 * 24 + 2 * 12

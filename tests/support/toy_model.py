@@ -71,14 +71,17 @@ class ToyModel:
         return (x @ params["head"]).astype(jnp.float32)
 
 
-def toy(layers_per_pool=(1, 1, 2), top_k=8, context=96, row="float32", index_dtype="float32"):
-    """A toy model and its weights; `row` is the dtype or the format of its rows."""
+def toy(layers_per_pool=(1, 1, 2), top_k=8, context=96, row="float32", index=(6, "float32")):
+    """A toy model and its weights.
+
+    `row` is the dtype or the format of its rows, `index` the width and dtype of its index keys.
+    """
     geometry = Geometry(
         row=RowFormat(width=12, value_width=8, dtype=row),
         layers_per_pool=layers_per_pool,
         top_k=top_k,
-        index_width=6,
-        index_dtype=index_dtype,
+        index_width=index[0],
+        index_dtype=index[1],
         scale=12**-0.5,
     )
     model = ToyModel(geometry=geometry, context=context)
