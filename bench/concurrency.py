@@ -81,7 +81,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Requests of `fixed` that memory is for.")] = 16,
     tpot_ms: Annotated[float | None, typer.Option(help="The bound; default: see above.")] = None,
     prompt_bytes: Annotated[int, typer.Option(help="Prompt length, in bytes.")] = 2000,
-    new_tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 384,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 512,
     dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
     draft_length: Annotated[str | None, typer.Option(help="Tokens that are proposed.")] = None,
     small: Annotated[
