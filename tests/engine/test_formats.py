@@ -102,11 +102,14 @@ def test_same_bits_under_every_policy(policy, queries):
     np.testing.assert_array_equal(found, logits("fp8", "resident", queries))
 
 
-@pytest.mark.parametrize(("form", "queries"), [("fp8", 1), ("fp8", 4), ("bfloat16", 1)])
-def test_logits_are_those_of_history_that_is_rounded_once(form, queries):
-    """The whole text at once, without a cache, over rows and keys rounded by hand."""
-    found = logits(form, "fixed", queries)
-    np.testing.assert_allclose(found, dense_logits(*model(form), TOKENS), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("queries", [1, 4])
+def test_logits_are_those_of_history_that_is_rounded_once(queries):
+    """The whole text at once, without a cache, over rows and keys rounded by hand.
+
+    Not in bfloat16: its steps are so many that a float32 sum in another order lands on another one.
+    """
+    found = logits("fp8", "fixed", queries)
+    np.testing.assert_allclose(found, dense_logits(*model("fp8"), TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_texts_are_worth_comparing():
@@ -212,7 +215,7 @@ def test_a_recording_keeps_the_format(tmp_path):
     path = tmp_path / "run.sel"
     with path.open("wb") as file:
         recorder = Recorder(file, cfg)
-        recorder.watch(served.compiled)
+        served.watcher = recorder
         found = run(served, REQUESTS[:3])
         recorder.finish()
     recording = read_recording(path)
