@@ -113,6 +113,9 @@ class Simulator:
     """Requests over a fixed number of rows; `join`, `leave`, `run`."""
 
     def __init__(self, cfg: HierarchyConfig, play: Script) -> None:
+        # Index keys have no words here, so they need no scales.
+        geometry = dataclasses.replace(cfg.geometry, index_dtype="float32")
+        cfg = dataclasses.replace(cfg, geometry=geometry)
         self.cfg, self._play = cfg, jax.tree.map(jnp.asarray, play)
         self.state = _empty(cfg)
         rows = (cfg.pools, cfg.requests)
@@ -186,7 +189,7 @@ def _empty(cfg: HierarchyConfig) -> HierarchyState:
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         name = path[-1].name
-        words = name in (*HOST_LEAVES, "slots") or ".index_keys" in jax.tree_util.keystr(path)
+        words = name in (*HOST_LEAVES, "slots", "index_keys")
         shape = (*leaf.shape[:-1], 0) if words else leaf.shape
         return jnp.full(shape, FILL.get(name, 0), leaf.dtype)
 
