@@ -225,9 +225,8 @@ def test_a_recording_keeps_the_format(tmp_path):
 
 
 def test_a_recording_keeps_what_layers_keep(tmp_path):
-    geometry = dataclasses.replace(
-        model("fp8")[0].geometry, kept=((Kept(8, "float32", span=4),), (Kept(2, "int32"),))
-    )
+    kept = (Kept(width=8, dtype="float32", span=4),), (Kept(width=2, dtype="int32"),)
+    geometry = dataclasses.replace(model("fp8")[0].geometry, kept=kept)
     cfg = dataclasses.replace(config("fp8", "fixed"), geometry=geometry, record_selections=True)
     with (tmp_path / "run.sel").open("wb") as file:
         Recorder(file, cfg).finish()
