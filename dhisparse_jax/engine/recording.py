@@ -28,7 +28,7 @@ from jaxtyping import Int, UInt8
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.output import Packed, unpacked
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.geometry import Geometry, Kept, RowFormat
+from dhisparse_jax.geometry import Geometry, RowFormat
 from pallas_kernels.common.scaled_rows import ScaledRow
 
 FORMAT, VERSION = "dhisparse-selections", 1
@@ -209,9 +209,7 @@ def _config(fields: dict[str, Any]) -> HierarchyConfig:
         row["dtype"] = ScaledRow(**row["dtype"])
     geometry["row"] = RowFormat(**row)
     geometry["layers_per_pool"] = tuple(geometry["layers_per_pool"])
-    geometry["kept"] = tuple(
-        tuple(Kept(**kept) for kept in pool) for pool in geometry.get("kept", ())
-    )
+    geometry["kept"] = ()  # a model whose layers keep more is not recorded
     typed: dict[str, Any] = {"geometry": Geometry(**geometry), "policy": Policy(fields["policy"])}
     return HierarchyConfig(**{**fields, **typed})
 

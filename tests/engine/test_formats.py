@@ -19,7 +19,7 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import check_session
 from dhisparse_jax.engine.store import load_session, save_session
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.geometry import SCALED_KEYS, Kept, RowFormat
+from dhisparse_jax.geometry import SCALED_KEYS, RowFormat
 from dhisparse_jax.hierarchy.formats import stored_keys, stored_rows
 from tests.support.dense import dense_logits
 from tests.support.fp8 import row_words, scaled_numbers
@@ -222,15 +222,6 @@ def test_a_recording_keeps_the_format(tmp_path):
     assert recording.cfg == cfg
     replayed = figures(cfg, replay(cfg, as_recorded(recording)))
     assert replayed["fetched_rows"] == found.total.fetched_rows > 0
-
-
-def test_a_recording_keeps_what_layers_keep(tmp_path):
-    kept = (Kept(width=8, dtype="float32", span=4),), (Kept(width=2, dtype="int32"),)
-    geometry = dataclasses.replace(model("fp8")[0].geometry, kept=kept)
-    cfg = dataclasses.replace(config("fp8", "fixed"), geometry=geometry, record_selections=True)
-    with (tmp_path / "run.sel").open("wb") as file:
-        Recorder(file, cfg).finish()
-    assert read_recording(tmp_path / "run.sel").cfg == cfg
 
 
 def test_bytes_of_fp8_history():
