@@ -11,6 +11,7 @@ from dhisparse_jax.configs import GLM_5_3, TINY, derive_indexer_types
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.glm import decode
 from dhisparse_jax.models.glm.decode import serve
 from dhisparse_jax.models.hadamard import hadamard, rotate_hadamard
 from dhisparse_jax.models.hf_config import parse_config
@@ -136,11 +137,9 @@ def test_policies_give_the_same_bits():
 
 def test_rotation_alone_changes_no_selection(monkeypatch):
     """In float32, keys and queries that are both rotated select what they select as they are."""
-    from dhisparse_jax.models.glm.decode import GlmServed
-
     plain = logits("resident", split=60)
-    rotated = lambda self, index: dataclasses.replace(
+    rotated = lambda index, _: dataclasses.replace(
         index, queries=rotate_hadamard(index.queries), keys=rotate_hadamard(index.keys)
     )
-    monkeypatch.setattr(GlmServed, "_rotated", rotated)
+    monkeypatch.setattr(decode, "in_basis", rotated)
     np.testing.assert_allclose(logits("resident", split=60), plain, atol=1e-4)
