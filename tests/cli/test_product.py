@@ -65,9 +65,9 @@ def test_verify_hf_passes(run, published, policy, split):
 @pytest.mark.parametrize(
     ("split", "queries", "policy"),
     [
-        (1, 1, "fixed"),
-        (30, 1, "resident"),
         (17, 4, "adaptive"),
+        pytest.param(1, 1, "fixed", marks=pytest.mark.slow),
+        pytest.param(30, 1, "resident", marks=pytest.mark.slow),
         pytest.param(1, 4, "fixed", marks=pytest.mark.slow),
         pytest.param(1, 4, "resident", marks=pytest.mark.slow),
         pytest.param(30, 1, "adaptive", marks=pytest.mark.slow),

@@ -22,7 +22,7 @@ from tests.support.jobs import Heard, assert_baseline, assert_pages_counted
 from tests.support.serving import CHUNK, CONTEXT, POLICIES, config, engine, model, request, run
 from tests.support.toy_draft import toy_draft
 
-SCHEDULES = int(os.environ.get("DHISPARSE_SCHEDULES", "200"))
+SCHEDULES = int(os.environ.get("DHISPARSE_SCHEDULES", "98"))
 SEED = int(os.environ.get("DHISPARSE_SEED", "0"))
 MOST_NEW = 12
 LENGTHS = (1, 5, 15, 16, 17, 30, 41, 60, CONTEXT - 3)

@@ -69,6 +69,18 @@ CONFIGS = {
 }
 
 
+QUICK = {
+    "resident_verify",
+    "fixed_one_slot_verify",
+    "fixed_k",
+    "fixed_small_host_pages",
+    "adaptive_verify",
+    "adaptive_host_page_of_one",
+    "adaptive_fp8",
+}
+"""Those that run by default: every policy, format and corner in one of them at least."""
+
+
 class Compiled:
     """The calls of a test, each one program; states are donated."""
 
@@ -473,7 +485,10 @@ def random_budgets(life):
     return target.tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS],
+)
 def test_equals_model(name):
     cfg = CONFIGS[name]
     life = Lockstep(cfg, seed=sum(map(ord, name)))

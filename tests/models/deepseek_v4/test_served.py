@@ -59,10 +59,10 @@ def failed(served):
 @pytest.mark.parametrize(
     ("policy", "queries", "split"),
     [
-        ("resident", 1, 49),
-        ("fixed", 1, 20),
         ("fixed", 4, 14),
         ("adaptive", 1, 6),
+        pytest.param("resident", 1, 49, marks=pytest.mark.slow),
+        pytest.param("fixed", 1, 20, marks=pytest.mark.slow),
         pytest.param("resident", 4, 1, marks=pytest.mark.slow),
         pytest.param("adaptive", 4, 33, marks=pytest.mark.slow),
     ],
@@ -130,7 +130,12 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    "policy", ["resident", "fixed", pytest.param("adaptive", marks=pytest.mark.slow)]
+    "policy",
+    [
+        "fixed",
+        pytest.param("resident", marks=pytest.mark.slow),
+        pytest.param("adaptive", marks=pytest.mark.slow),
+    ],
 )
 def test_requests_that_come_and_go_get_the_tokens_they_have_alone(policy):
     served = engine(policy)
