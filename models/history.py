@@ -1,11 +1,29 @@
 """What a model keeps its history in, from what its configuration says (`configs.formats`)."""
 
 import dataclasses
+from typing import TypeVar
 
+from dhisparse_jax.configs.deepseek_v4 import V4Config
 from dhisparse_jax.configs.formats import COMPUTED
+from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.geometry import FP8, SCALED_KEYS, Geometry
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.models.hadamard import rotate_hadamard
+
+Config = TypeVar("Config", GlmConfig, V4Config)
+
+
+def with_formats(config: Config, rows: str | None, keys: str | None) -> Config:
+    """A configuration with other formats of history; None: those that it has.
+
+    Raises:
+        UserError: there is no such format, or it is not possible with the sizes of the model.
+    """
+    return dataclasses.replace(
+        config,
+        kv_format=rows or config.kv_format,
+        index_format=keys or config.index_format,
+    )
 
 
 def row_dtype(form: str, computed: str) -> str:

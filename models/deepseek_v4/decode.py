@@ -36,7 +36,7 @@ from dhisparse_jax.models.deepseek_v4.store import (
     newest,
     open_store,
 )
-from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype
+from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype, with_formats
 from pallas_kernels.common.ids import masked
 from pallas_kernels.common.scaled_rows import V4_ENTRY, ScaledRow
 
@@ -260,9 +260,5 @@ def serve(
         UserError: there is no such format, or it is not possible with the sizes of the model.
     """
     graph, params = nnx.split(model)
-    config = dataclasses.replace(
-        model.config,
-        kv_format=kv_format or model.config.kv_format,
-        index_format=index_format or model.config.index_format,
-    )
+    config = with_formats(model.config, kv_format, index_format)
     return V4Served(config=config, graph=graph, dtype=dtype), params

@@ -17,7 +17,7 @@ from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.glm.indexer import Indexer
 from dhisparse_jax.models.glm.model import GlmModel
-from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype
+from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype, with_formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +143,5 @@ def serve(
         UserError: there is no such format, or it is not possible with the sizes of the model.
     """
     graph, params = nnx.split(model)
-    config = dataclasses.replace(
-        model.config,
-        kv_format=kv_format or model.config.kv_format,
-        index_format=index_format or model.config.index_format,
-    )
+    config = with_formats(model.config, kv_format, index_format)
     return GlmServed(config=config, graph=graph, dtype=dtype), params
