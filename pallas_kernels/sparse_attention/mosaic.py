@@ -263,11 +263,14 @@ def _fetch(
     """Fill one stage after the other. Slots are read a block ahead."""
     block = lambda number: _block(location_ref, jnp.minimum(number, spec.blocks - 1))
 
-    def fetch_block(number: Int[Array, ""], ids: Int[Array, " ids"]) -> Int[Array, " ids"]:
+    def fetch_block(
+        number: Int[Array, ""], carry: tuple[Int[Array, " ids"], Int[Array, ""]]
+    ) -> tuple[Int[Array, " ids"], Int[Array, ""]]:
+        ids, brought = carry
         stage = lax.rem(number, STAGES)
         later = load_slots(block(number + 1))
         if missing:
-            bring_records(missing, number, spec.rows.record_bytes)
+            brought = bring_records(missing, number, brought, spec.blocks, spec.rows.record_bytes)
 
         @pl.when(number >= STAGES)
         def _wait_until_free() -> None:
@@ -275,9 +278,10 @@ def _fetch(
 
         target = Stage(memory.rows_smem.at[stage], memory.slot(stage), memory.arrived)
         fill_stage(slots_ref, block(number), (ids, later), target, stage, spec.rows)
-        return later
+        return later, brought
 
-    lax.fori_loop(0, spec.blocks, fetch_block, load_slots(block(jnp.int32(0))))
+    brought = missing.before[0] if missing else jnp.int32(0)
+    lax.fori_loop(0, spec.blocks, fetch_block, (load_slots(block(jnp.int32(0))), brought))
 
 
 class Softmax(NamedTuple):

@@ -2,7 +2,9 @@
 
 A warp copies a record in 16-byte pieces. The records of a block are brought before its rows are
 fetched, while the other roles work on earlier blocks: the link and the matrix units run at the same
-time, and no record waits for one that a later block needs.
+time. A turn takes a link's latency however few records it brings, so all warps take part in each,
+with records of later blocks where those of this one are fewer: where every block misses one record,
+4 blocks need one turn.
 """
 
 from typing import Any, NamedTuple
@@ -56,15 +58,33 @@ class Missing(NamedTuple):
     before: Ref
 
 
-def bring_records(missing: Missing, number: Int[Array, ""], record_bytes: int) -> None:
-    """Copy the missing records of a block; afterwards every CUDA thread of the role sees them."""
-    first, last = missing.before[number], missing.before[number + 1]
+def bring_records(
+    missing: Missing,
+    number: Int[Array, ""],
+    brought: Int[Array, ""],
+    blocks: int,
+    record_bytes: int,
+) -> Int[Array, ""]:
+    """Copy the missing records of a block; afterwards every CUDA thread of the role sees them.
+
+    Args:
+        missing: what is to be brought.
+        number: the block.
+        brought: how many records the turns so far have brought, those before the part included.
+        blocks: blocks of the part.
+        record_bytes: bytes of a record.
+
+    Returns:
+        `brought`, with the turns of this block.
+    """
+    last = missing.before[blocks]
 
     def bring(turn: Int[Array, ""], _: tuple[()]) -> tuple[()]:
-        _bring(missing, first + turn * WARPS, last, record_bytes)
+        _bring(missing, brought + turn * WARPS, last, record_bytes)
         return ()
 
-    turns = lax.div(last - first + (WARPS - 1), jnp.int32(WARPS))
+    lacking = jnp.maximum(missing.before[number + 1] - brought, 0)
+    turns = lax.div(lacking + (WARPS - 1), jnp.int32(WARPS))
     lax.fori_loop(0, turns, bring, ())
 
     @plgpu.inline_mgpu()
@@ -72,6 +92,7 @@ def bring_records(missing: Missing, number: Int[Array, ""], record_bytes: int) -
         mgpu.utils.warpgroup_barrier()
 
     settle()
+    return brought + turns * WARPS
 
 
 def _bring(
