@@ -33,9 +33,10 @@ from bench.ops import (
 )
 from bench.ops.copies import CopySizes
 from bench.record import environment, save, write
-from bench.roofline import Bound, Floors, Traffic, bound, measure_floors
-from bench.timing import RUNS, Timing, measure
+from bench.roofline import Bound, Traffic, bound
 from bench.work import AnyWork, Case, WrongResultError
+from dhisparse_jax.engine.rates import Floors, measure_floors
+from dhisparse_jax.engine.timing import RUNS, Timing, measure
 from pallas_kernels.common.backends import Backend, default_backend
 
 OPERATIONS: dict[str, Any] = {

@@ -17,8 +17,8 @@ from bench.kernels import CONSOLE, floors_for, production, report, run
 from bench.ops.backup import Backup
 from bench.ops.copies import CopySizes
 from bench.ops.retrieve import Retrieve
-from bench.timing import RUNS
 from bench.work import Case
+from dhisparse_jax.engine.timing import RUNS
 from pallas_kernels.common.rows import WORD_BYTES
 
 CALL_BYTES = 48 << 20
