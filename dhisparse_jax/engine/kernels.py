@@ -61,7 +61,7 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
 
     with decisions() as found:
         jax.jit(step).trace(init(cfg), index, shape(width), shape(HEADS, width))
-    # An operation without a kernel of its own may ask for others in its place: the first one counts.
+    # Where an operation is made of others, these decide once more: what comes first counts.
     return {decision.operation: decision for decision in reversed(found)}
 
 

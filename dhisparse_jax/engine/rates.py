@@ -79,6 +79,12 @@ class ReadRate(NamedTuple):
     high: float
 
 
+CPU_FLOORS = {"copy_bytes": 32 << 20, "side": 256}
+"""Sizes for `measure_floors` that a CPU copies and multiplies in milliseconds."""
+
+RECORD_WORDS = (164, 288, 672, 1152)
+"""Records of 656 B and 1,152 B (a row in fp8 and bf16), 2,688 B and 4,608 B (four of them)."""
+
 CALLS = 6
 """Reads in a chain, each of other records."""
 
