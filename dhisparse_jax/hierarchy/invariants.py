@@ -77,14 +77,14 @@ def _as_on_the_host(
     slot: np.ndarray,
 ) -> bool:
     """Whether slots equal the host records of positions, where those have any."""
-    row, records = _host_rows(host, cfg)[request, position], host.pools[pool].host
+    row, records = host_rows(host, cfg)[request, position], host.pools[pool].host
     found = row < len(records)  # else `host_pages_held` is false
     slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
     return np.array_equal(slots[slot[found]], records[row[found]])
 
 
-def _host_rows(host: Host, cfg: HierarchyConfig) -> np.ndarray:
-    """Host row of every record of every request."""
+def host_rows(host: Host, cfg: HierarchyConfig) -> np.ndarray:
+    """Host row of every record of every request; beyond all rows without a page."""
     every = np.broadcast_to(np.arange(cfg.records, dtype=np.int32), (cfg.requests, cfg.records))
     return np.asarray(layout.host_rows(cfg, jnp.asarray(host.host_page_of), jnp.asarray(every)))
 
@@ -167,7 +167,7 @@ def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
-    rows = _host_rows(host, cfg)
+    rows = host_rows(host, cfg)
     committed = np.arange(cfg.records) < _complete(host, cfg)[:, None]
     committed &= rows < cfg.host_rows  # else `host_pages_held` is false
     keys_of = lambda pool: jax.tree.map(lambda keys: keys[committed], pool.index_keys)
