@@ -73,7 +73,7 @@ class Level:
         """proved, as far as was compared; REFUTED; or untried."""
         if self.first is not None:
             return "REFUTED"
-        return "untried" if self.untried is not None else "proved"
+        return "proved" if self.counts and self.untried is None else "untried"
 
     def add(self, found: list[Difference]) -> None:
         """Take in the differences of one step.

@@ -1,11 +1,12 @@
 """E0 to E3 in order, on one model, one policy and one draft."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from dhisparse_jax.audit.findings import Difference, Level
+from dhisparse_jax.audit.findings import PROMISES, Difference, Level
 from dhisparse_jax.audit.greedy import compare_tokens, write
 from dhisparse_jax.audit.lockstep import Pair, Text, lockstep
 from dhisparse_jax.audit.observe import Subject
@@ -42,6 +43,20 @@ class Subjects:
     resident: Subject
 
 
+class Levels(NamedTuple):
+    """What is found of each promise."""
+
+    e0: Level
+    e1: Level
+    e2: Level
+    e3: Level
+
+    @classmethod
+    def empty(cls) -> "Levels":
+        """Nothing was compared yet."""
+        return cls(*(Level(name) for name in PROMISES))
+
+
 Check = Callable[[], None]
 
 
@@ -55,19 +70,24 @@ def written_texts(plain: Engine, requests: Sequence[Request], check: Check) -> l
 
 
 def audit(
-    subjects: Subjects, requests: Sequence[Request], texts: Sequence[Text], check: Check
-) -> Iterator[Level]:
-    """The levels, each as soon as it is done.
+    subjects: Subjects,
+    requests: Sequence[Request],
+    texts: Sequence[Text],
+    levels: Levels,
+    check: Check,
+) -> None:
+    """Compare everything.
 
     Args:
         subjects: engines; idle again afterwards.
         requests: greedy ones.
         texts: what `written_texts` gave for them.
+        levels: take in what is found, as it is found.
         check: called between steps; may raise.
     """
     engine = subjects.audited.engine
-    e0, e1, e2, e3 = map(Level, ("E0", "E1", "E2", "E3"))
-    greedy(subjects, requests, texts, (e0, e2), check)
+    e0, e1, _, e3 = levels
+    greedy(subjects, requests, texts, levels, check)
     rows, sizes = engine.cfg.requests, Sizes(engine.cfg, subjects.resident.engine.cfg)
     for start in range(0, len(texts), rows):
         part = texts[start : start + rows]
@@ -79,18 +99,17 @@ def audit(
             if start == 0 and pair.number == 1:
                 check_sampling(engine, engine.draft_state, _context(pair, part), e3)
             check()
-    yield from (e0, e1, e2, e3)
 
 
 def greedy(
     subjects: Subjects,
     requests: Sequence[Request],
     texts: Sequence[Text],
-    levels: tuple[Level, Level],
+    levels: Levels,
     check: Check,
 ) -> None:
     """E2, and of E0 what must hold between the steps of an engine."""
-    e0, e2 = levels
+    e0, _, e2, _ = levels
     drafted = write(subjects.audited.engine, requests, e0, check)
     e0.counts["rows fetched by the engine"] += drafted.fetched
     if _exact(subjects.audited.engine):

@@ -14,7 +14,7 @@ import pytest
 from dhisparse_jax.audit import sampled
 from dhisparse_jax.audit.findings import Difference, Level
 from dhisparse_jax.audit.greedy import compare_tokens, write
-from dhisparse_jax.audit.levels import Subjects, audit, written_texts
+from dhisparse_jax.audit.levels import Levels, Subjects, audit, written_texts
 from dhisparse_jax.audit.lockstep import lockstep
 from dhisparse_jax.audit.observe import Subject
 from dhisparse_jax.audit.outputs import compare_outputs
@@ -23,7 +23,7 @@ from dhisparse_jax.audit.rehearsed import Rehearsed, rehearsed
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.invariants import host_rows
 from dhisparse_jax.speculation import accept as rules
-from tests.speculation.test_accept import always, own_row, soft_as_hard
+from tests.support.mutants import always, own_row, soft_as_hard
 from tests.support.serving import drafted, engine, is_idle, model, request
 
 REQUESTS = [request(40, 24, seed=1), request(5, 20, seed=2), request(33, 24, seed=3)]
@@ -60,7 +60,9 @@ def steps():
 
 def test_a_sound_engine_holds_every_promise():
     of, texts = subjects()
-    found = {level.name: level for level in audit(of, REQUESTS, texts, CHECK)}
+    levels = Levels.empty()
+    audit(of, REQUESTS, texts, levels, CHECK)
+    found = {level.name: level for level in levels}
     assert {name: level.verdict for name, level in found.items()} == dict.fromkeys(found, "proved")
     assert all(level.first is None and level.differences == 0 for level in found.values())
     e0, e1, e2, e3 = found.values()
