@@ -28,7 +28,7 @@ class Rehearsed:
     """
 
     vocabulary: int
-    length: int = 3
+    length: int
     taps: tuple[int, ...] = ()
     window: int | None = 0
     estimates_confidence: bool = False
@@ -84,8 +84,8 @@ class Rehearsed:
         return state
 
 
-def rehearsed(vocabulary: int, texts: list[tuple[int, ...]]) -> Draft:
-    """The drafter that knows these texts."""
+def rehearsed(vocabulary: int, texts: list[tuple[int, ...]], length: int) -> Draft:
+    """The drafter that knows these texts, and proposes so many tokens."""
     room = max(map(len, texts))
     padded = [(*text, *[0] * (room - len(text))) for text in texts]
-    return Draft(drafter=Rehearsed(vocabulary), params=jnp.asarray(padded, jnp.int32))
+    return Draft(drafter=Rehearsed(vocabulary, length), params=jnp.asarray(padded, jnp.int32))

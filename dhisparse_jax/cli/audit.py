@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from dhisparse_jax.speculation.protocol import Draft
 
 NEW_TOKENS = 32
+REHEARSED = 3
+"""Tokens per proposal of the draft that knows the texts."""
+
 SELECTIONS = 8
 """A default prompt is at most as long as so many selections: enough that most is not selected."""
 
@@ -104,20 +107,25 @@ def work(options: AuditOptions, prompts: Sequence[Prompt], output: OutputFile | 
     from dhisparse_jax.audit.levels import audit as compare
     from dhisparse_jax.cli.session import setting_of
 
-    begin, complete = time.monotonic(), False
+    begin = time.monotonic()
     levels = Levels.empty()
+    stopped: BaseException | None = None
     with interrupts() as check:
         loaded, requests = prepare(options, prompts)
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
         try:
             subjects, texts = subjects_of(options, loaded, requests, check)
             compare(subjects, requests, texts, levels, check)
-            complete = True
-        finally:
-            seconds = time.monotonic() - begin
-            if output:
-                output.write(document(setting, levels, complete=complete, seconds=seconds))
-            show(Console(), setting, levels, complete=complete)
+        except UserError:
+            raise  # it could not be run
+        except BaseException as error:  # whatever it was, what was found so far is kept
+            stopped = error
+    seconds = time.monotonic() - begin
+    if output:
+        output.write(document(setting, levels, complete=stopped is None, seconds=seconds))
+    show(Console(), setting, levels, complete=stopped is None)
+    if stopped is not None:
+        raise stopped
     return levels
 
 
@@ -162,9 +170,8 @@ def subjects_of(
     from dhisparse_jax.cli.session import load_draft, make_engine
 
     draft = load_draft(options.draft, loaded)
-    queries = max(draft.drafter.length, 1) + 1
     positions = max(len(request.prompt) for request in requests) + options.new_tokens
-    reach = positions + max(queries, REHEARSED_QUERIES) - 1
+    reach = positions + (draft.drafter.length or REHEARSED)
     if reach > loaded.context:
         raise UserError(
             f"the longest text and what a step reaches beyond it take {reach:,} positions; "
@@ -194,16 +201,13 @@ def subjects_of(
     return subjects, texts
 
 
-REHEARSED_QUERIES = 4
-
-
 def known_draft(loaded: "LoadedModel", draft: "Draft", texts: Sequence["Text"]) -> "Draft":
     """The draft, or where it proposes nothing one that knows the texts."""
     from dhisparse_jax.audit.rehearsed import rehearsed
 
     if draft.drafter.length:
         return draft
-    return rehearsed(loaded.model.vocabulary, [text.tokens for text in texts])
+    return rehearsed(loaded.model.vocabulary, [text.tokens for text in texts], REHEARSED)
 
 
 def document(

@@ -10,7 +10,6 @@ from rich.console import Console
 from dhisparse_jax.cli import checking_options as own
 from dhisparse_jax.cli import machine
 from dhisparse_jax.cli.advice import advice, meaning
-from dhisparse_jax.cli.doctor_tables import print_document
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.report import OutputFile, output_files
 
@@ -40,6 +39,8 @@ def doctor(json: own.Json = None) -> None:
 
 def work(output: OutputFile | None) -> None:
     """Look, measure, and report, also when interrupted."""
+    from dhisparse_jax.cli.doctor_tables import print_document
+
     begin = time.monotonic()
     document: dict[str, Any] = {"complete": False}
     err = Console(stderr=True)

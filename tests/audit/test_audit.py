@@ -39,7 +39,7 @@ def subjects():
     """Engines that compile once; the draft knows the texts."""
     plain = engine("resident", 1)
     texts = written_texts(plain, REQUESTS, CHECK)
-    draft = rehearsed(model()[0].vocabulary, [text.tokens for text in texts])
+    draft = rehearsed(model()[0].vocabulary, [text.tokens for text in texts], 3)
     audited = Subject(drafted("fixed", 4, draft))
     return Subjects(plain, audited, Subject(engine("resident", 1, queries=4))), texts
 
@@ -331,7 +331,7 @@ class Liar(Rehearsed):
 
 
 def test_a_draft_that_draws_from_another_q_is_named(monkeypatch):
-    monkeypatch.setattr(subjects()[0].audited.engine, "drafter", Liar(61))
+    monkeypatch.setattr(subjects()[0].audited.engine, "drafter", Liar(61, 3))
     level = sampling()
     assert level.first.what == "what is drawn has not the model's distribution"
 
