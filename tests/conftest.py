@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jaxtyping
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -17,13 +18,24 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # has would wait for ever, as they do on a machine of two cores.
 os.environ.setdefault("NPROC", "8")
 
+# Most of the time goes into compilation for the CPU: what makes programs fast is left out, half of
+# that. Not where there is a GPU, whose programs some of these flags concern too.
+CHEAP_PROGRAMS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+if not Path("/dev/nvidiactl").exists():
+    os.environ["XLA_FLAGS"] = " ".join((*CHEAP_PROGRAMS, os.environ.get("XLA_FLAGS", "")))
+
 # Implicit broadcasting and promotion hide mistakes of shape and of precision.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Most of the time goes into compilation, and many tests compile the same programs.
+# Many tests compile the same programs, of which the thousands of small ones count too.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "xla"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 # Two packages of the library live in folders of their own. The command line is left out: typer
 # passes other types than the annotations say, and imports that wait for their use have no names.
@@ -38,8 +50,12 @@ if importlib.util.find_spec("beartype"):
     )
 
 
+MOST_BYTES = 2_500_000_000
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """Compiled programs of a module are of no use to the next, and take gigabytes in the end."""
+    """Compiled programs, which other modules may use again, would take gigabytes in the end."""
     yield
-    jax.clear_caches()
+    if psutil.Process().memory_info().rss > MOST_BYTES:
+        jax.clear_caches()
