@@ -1,5 +1,7 @@
 """Strict JAX and shape checks for the whole suite; must run before the project is imported."""
 
+import functools
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -50,7 +52,22 @@ if importlib.util.find_spec("beartype"):
     )
 
 
-MOST_BYTES = 2_500_000_000
+@pytest.fixture(autouse=True, scope="session")
+def _share_programs():
+    """Engines that are alike run the same programs: to trace and lower them takes seconds."""
+    machine = importlib.import_module("dhisparse_jax.engine.machine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "Compiled", functools.cache(machine.Compiled))
+        yield machine.Compiled
+
+
+@pytest.fixture
+def new_programs(_share_programs):
+    """A function to call where what programs are made of was replaced."""
+    return _share_programs.cache_clear
+
+
+MOST_BYTES = min(4_000_000_000, psutil.virtual_memory().total // 5)
 
 
 @pytest.fixture(autouse=True, scope="module")
