@@ -172,7 +172,7 @@ def test_sampled_tokens_have_the_target_distribution():
     """
     sampling = lambda seed: Sampling(temperature=1.5, top_k=3, seed=seed)
     served = with_errs(served_with("fixed", 3), errs=0)
-    count, prompt = 600, REQUESTS[0].prompt
+    count, prompt = 400, REQUESTS[0].prompt
     asked = [
         Request(name="it", prompt=prompt, max_new_tokens=4, sampling=sampling(7))
         for _ in range(count)
