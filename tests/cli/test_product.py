@@ -157,7 +157,7 @@ def test_policies_give_the_same_tokens(run, published, tmp_path, prompt):
     for policy in POLICIES:
         path = tmp_path / f"{policy}.json"
         result = run(
-            "decode", "-m", published, *arguments, "-n", 12, "--batch", 2, "--hot-rows", 10,
+            "decode", "-m", published, *arguments, "-n", 14, "--batch", 2, "--hot-rows", 10,
             "--policy", policy, "--json", path,
         )  # fmt: skip
         assert result.code == 0

@@ -81,13 +81,13 @@ def test_same_tokens_for_a_good_and_for_a_useless_draft(errs):
 
 
 def test_same_tokens_with_several_steps_in_a_dispatch():
-    result = speculated("adaptive", 3, steps=4)
+    result = speculated("adaptive", 3, steps=2)
     assert result.tokens == plain().tokens
     assert result.finished == plain().finished
 
 
 def test_several_steps_without_a_draft():
-    served = Engine(*model(), config("fixed", 4), chunk=16, steps=5)
+    served = Engine(*model(), config("fixed", 4), chunk=16, steps=4)
     result = run(served, REQUESTS)
     assert (result.tokens, result.finished) == (plain().tokens, plain().finished)
     assert result.acceptance.length == 1.0
