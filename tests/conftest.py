@@ -1,5 +1,6 @@
 """Strict JAX and shape checks for the whole suite; must run before the project is imported."""
 
+import ctypes
 import functools
 import gc
 import importlib
@@ -72,12 +73,18 @@ def new_programs(_share_programs):
     return _share_programs.cache_clear
 
 
-MOST_BYTES = min(4_000_000_000, psutil.virtual_memory().total // 5)
+MOST_BYTES = min(3_000_000_000, psutil.virtual_memory().total // 6)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """Compiled programs, which other modules may use again, would take gigabytes in the end."""
+    """Compiled programs, which other modules may use again, would take gigabytes in the end.
+
+    What compilation has freed would too: glibc keeps it for threads that are gone.
+    """
     yield
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+    trim(0)
     if psutil.Process().memory_info().rss > MOST_BYTES:
         jax.clear_caches()
+        trim(0)
