@@ -262,9 +262,8 @@ def test_sampling_repeats_with_its_seed(run, published, prompt):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_trace_names_the_stages_of_a_step(run, published, prompt, tmp_path):
-    path = prompt("a", b"some text")
-    assert run("decode", "-m", published, "-p", path, "-n", 3, "--trace-dir", tmp_path).code == 0
+def test_trace_names_the_stages_of_a_step(run, published, tmp_path):
+    decoded(run, published, tmp_path, "--trace-dir", tmp_path)
     (trace,) = tmp_path.rglob("*.xplane.pb")
     data = trace.read_bytes()
     assert b"decode_step" in data
