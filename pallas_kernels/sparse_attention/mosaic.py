@@ -33,12 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.mosaic import Ref, kernel, load, params
 from pallas_kernels.common.scaled_rows import ScaledRow
-from pallas_kernels.sparse_attention.mosaic_records import (
-    Bringing,
-    Missing,
-    begin_bringing,
-    bring_records,
-)
+from pallas_kernels.sparse_attention.mosaic_records import Missing, bring_records
 from pallas_kernels.sparse_attention.mosaic_rows import (
     TRANSFORMS,
     Stage,
@@ -267,16 +262,12 @@ def _fetch(
 ) -> None:
     """Fill one stage after the other. Slots are read a block ahead."""
     block = lambda number: _block(location_ref, jnp.minimum(number, spec.blocks - 1))
-    record_bytes = spec.rows.record_bytes
 
-    def fetch_block(
-        number: Int[Array, ""], carry: tuple[Int[Array, " ids"], Bringing | None]
-    ) -> tuple[Int[Array, " ids"], Bringing | None]:
-        ids, bringing = carry
+    def fetch_block(number: Int[Array, ""], ids: Int[Array, " ids"]) -> Int[Array, " ids"]:
         stage = lax.rem(number, STAGES)
         later = load_slots(block(number + 1))
         if missing:
-            bringing = bring_records(missing, number, bringing, spec.blocks, record_bytes)
+            bring_records(missing, number, spec.rows.record_bytes)
 
         @pl.when(number >= STAGES)
         def _wait_until_free() -> None:
@@ -284,10 +275,9 @@ def _fetch(
 
         target = Stage(memory.rows_smem.at[stage], memory.slot(stage), memory.arrived)
         fill_stage(slots_ref, block(number), (ids, later), target, stage, spec.rows)
-        return later, bringing
+        return later
 
-    bringing = begin_bringing(missing, spec.blocks, record_bytes) if missing else None
-    lax.fori_loop(0, spec.blocks, fetch_block, (load_slots(block(jnp.int32(0))), bringing))
+    lax.fori_loop(0, spec.blocks, fetch_block, load_slots(block(jnp.int32(0))))
 
 
 class Softmax(NamedTuple):
