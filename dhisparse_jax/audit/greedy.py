@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+from typing_extensions import override
 
 from dhisparse_jax.audit.findings import Difference, Level
 from dhisparse_jax.engine.engine import Engine
@@ -42,6 +43,7 @@ class Invariants(Nobody):
     def __init__(self, engine: Engine, level: Level) -> None:
         self._engine, self._level, self._steps = engine, level, 0
 
+    @override
     def stepped(self, output: Packed) -> None:
         """See `Watcher`."""
         self._steps += 1

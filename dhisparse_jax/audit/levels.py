@@ -12,7 +12,7 @@ from dhisparse_jax.audit.lockstep import Pair, Text, lockstep
 from dhisparse_jax.audit.observe import Subject
 from dhisparse_jax.audit.outputs import compare_outputs
 from dhisparse_jax.audit.records import Sizes, compare_records
-from dhisparse_jax.audit.sampled import Context, check_sampling
+from dhisparse_jax.audit.sampled import Context, asking, draw_tokens, enumerate_rule
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.request import Request
@@ -97,7 +97,10 @@ def audit(
             compare_dense(pair, dense, e0, judged=_exact(engine))
             compare_outputs(pair, e1)
             if start == 0 and pair.number == 1:
-                check_sampling(engine, engine.draft_state, _context(pair, part), e3)
+                context = first_context(pair, part)
+                ask = asking(engine, engine.draft_state, context)
+                enumerate_rule(ask, context, e3)
+                draw_tokens(ask, context, e3)
             check()
 
 
@@ -164,7 +167,7 @@ def compare_dense(pair: Pair, dense: Sequence[np.ndarray], level: Level, *, judg
     level.add(found)
 
 
-def _context(pair: Pair, texts: Sequence[Text]) -> Context:
+def first_context(pair: Pair, texts: Sequence[Text]) -> Context:
     """Where the draft stands before the first step: only prompts are read."""
     anchor = np.zeros_like(pair.start)
     anchor[: len(texts)] = [text.tokens[text.prompt] for text in texts]

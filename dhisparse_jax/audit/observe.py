@@ -5,7 +5,7 @@ keeps what passes.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.machine import Machine
+from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.group import OpenGroup, close_group
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.model import AttendFn, Beside, OpenFn, Params, Ran, ServedModel
+from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran, ServedModel
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.step import forward
 from pallas_kernels.common.ids import NO_SLOT
@@ -66,7 +66,7 @@ class Subject:
         engine: as given.
     """
 
-    def __init__(self, engine: Machine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         observed = partial(observed_forward, engine.model, engine.cfg)
         self._forward = jax.jit(observed, donate_argnums=1)
@@ -123,25 +123,26 @@ class _Between:
         pool: int,
         x: Float[Array, "R T D"],
         positions: Int[Array, "R T"],
-        open_group: OpenFn[OpenGroup],
-        attend: AttendFn[OpenGroup],
+        open_group: OpenFn[Opened],
+        attend: AttendFn[Opened],
         taps: tuple[int, ...] = (),
         beside: Beside | None = None,
-    ) -> Ran[OpenGroup]:
+    ) -> Ran[Opened]:
         attended: list[Float[Array, "R T H value"]] = []
 
         def attend_it(
-            opened: OpenGroup,
+            opened: Opened,
             layer: int,
             row: Float[Array, "R E width"],
             query: Float[Array, "R T H width"],
-        ) -> tuple[Attended, OpenGroup]:
+        ) -> tuple[Attended, Opened]:
             result, opened = attend(opened, layer, row, query)
             attended.append(result.values)
             return result, opened
 
         ran = self._model.run_group(params, pool, x, positions, open_group, attend_it, taps, beside)
-        self.seen.append(_seen(self._cfg, pool, ran.opened, tuple(attended)))
+        opened = cast("OpenGroup", ran.opened)  # what `step.forward` opens
+        self.seen.append(_seen(self._cfg, pool, opened, tuple(attended)))
         return ran
 
 

@@ -9,9 +9,8 @@ does not draw from the q that it states is found too.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from dhisparse_jax.audit.findings import Difference, Level
 from dhisparse_jax.engine.machine import Machine
 from dhisparse_jax.sampling import Sampler, Sampling, sampler_row
 from dhisparse_jax.speculation import accept as rules
-from dhisparse_jax.speculation.protocol import Proposal
+from dhisparse_jax.speculation.protocol import DraftState, Proposal
 
 Bounds = tuple[Float[Array, " n"], Float[Array, " n"]]
 
@@ -61,41 +60,52 @@ class Context:
     logits: Float[np.ndarray, "R T V"]
 
 
-def check_sampling(engine: Machine, draft_state: Any, context: Context, level: Level) -> None:  # noqa: ANN401
-    """Enumerate and draw, in every row that has a request.
+Ask = Callable[[Sampler], Proposal]
+"""What a draft proposes in a context, by how the requests choose."""
+
+
+def asking(engine: Machine, draft_state: DraftState, context: Context) -> Ask:
+    """The draft of an engine in a context.
 
     Args:
         engine: whose draft proposes.
         draft_state: of the draft, with the prompts read.
         context: what was read.
-        level: takes in what is found.
     """
     where = jnp.asarray(context.anchor), jnp.asarray(context.length)
-    propose = partial(engine.drafter.propose, engine.draft_params, draft_state, *where)
-    first = jax.tree.map(lambda leaf: leaf[0], _samplers(engine, 1))
-    proposal = jax.device_get(jax.jit(propose)(first))
+    return partial(engine.drafter.propose, engine.draft_params, draft_state, *where)
+
+
+def enumerate_rule(ask: Ask, context: Context, level: Level) -> None:
+    """The exact distribution of what is emitted at every place of a proposal, against p."""
+    first = jax.tree.map(lambda leaf: leaf[0], _samplers(context, 1))
+    proposal = jax.device_get(jax.jit(lambda sampler: ask(sampler))(first))
     level.add(list(_enumerated(context, proposal, level)))
-    draws = int(np.clip(DRAWN_LOGITS // context.logits.size, LEAST_DRAWS, MOST_DRAWS))
+
+
+def draw_tokens(ask: Ask, context: Context, level: Level) -> None:
+    """Chi-square of the first tokens that are emitted, with many keys."""
 
     def emit(sampler: Sampler) -> Int[Array, " R"]:
-        logits = jnp.asarray(context.logits)
-        live = jnp.full(logits.shape[:1], logits.shape[1], jnp.int32)
-        return rules.accept(logits, propose(sampler), live, where[1], sampler).tokens[:, 0]
+        logits, length = jnp.asarray(context.logits), jnp.asarray(context.length)
+        live = jnp.full(length.shape, logits.shape[1], jnp.int32)
+        return rules.accept(logits, ask(sampler), live, length, sampler).tokens[:, 0]
 
-    emitted = jax.jit(lambda every: lax.map(emit, every))(_samplers(engine, draws))
+    draws = int(np.clip(DRAWN_LOGITS // context.logits.size, LEAST_DRAWS, MOST_DRAWS))
+    emitted = jax.jit(lambda every: lax.map(emit, every))(_samplers(context, draws))
     level.add(list(_counted(context, np.asarray(emitted), level)))
 
 
-def _samplers(engine: Machine, count: int) -> Sampler:
+def _samplers(context: Context, count: int) -> Sampler:
     """Samplers of all rows at temperature 1, `count` times, each with keys of its own."""
     one = sampler_row(Sampling(temperature=1.0), 0)
-    shape = (count, engine.cfg.requests)
+    shape = (count, len(context.length))
     every = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, shape), one)
     return dataclasses.replace(every, key=jax.random.split(one.key[0], shape))
 
 
 def _enumerated(context: Context, proposal: Proposal, level: Level) -> Iterator[Difference]:
-    """The exact distribution of what is emitted at every place of every proposal, against p."""
+    """See `enumerate_rule`."""
     emitted = jax.jit(lambda p, q: _emitted(p, q))  # jit would know a rule that was replaced since
     places = proposal.tokens.shape[1]
     for place, (row, name) in itertools.product(range(places), enumerate(context.names)):

@@ -1,7 +1,10 @@
 """Which implementation every operation of a decode step gets on this machine, and why."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dhisparse_jax.config import HierarchyConfig, Policy
@@ -39,7 +42,10 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
         tail=max(16, 2 * queries),
     )
     dtype = jnp.float32 if stored == "float32" else jnp.bfloat16
-    shape = lambda *sizes, of=dtype: jax.ShapeDtypeStruct((1, queries, *sizes), of)
+
+    def shape(*sizes: int, of: DTypeLike = dtype) -> Any:  # noqa: ANN401  # in place of an array
+        return jax.ShapeDtypeStruct((1, queries, *sizes), of)
+
     index = IndexInputs(
         queries=shape(INDEX_HEADS, INDEX_WIDTH),
         weights=shape(INDEX_HEADS, of=jnp.float32),

@@ -1,7 +1,7 @@
 """Which implementation of an operation runs. Explicit, reported, never a silent fallback."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 from typing import Literal, NamedTuple
 
@@ -42,7 +42,7 @@ _heard: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None
 
 
 @contextlib.contextmanager
-def decisions() -> Iterator[list[Decision]]:
+def decisions() -> Generator[list[Decision], None, None]:
     """What is decided in the body, in order. A jitted program decides while it is traced."""
     found: list[Decision] = []
     token = _heard.set(found)

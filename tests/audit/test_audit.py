@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.audit import sampled
 from dhisparse_jax.audit.findings import Difference, Level
 from dhisparse_jax.audit.greedy import compare_tokens, write
-from dhisparse_jax.audit.levels import Levels, Subjects, audit, written_texts
+from dhisparse_jax.audit.levels import Levels, Subjects, audit, first_context, written_texts
 from dhisparse_jax.audit.lockstep import lockstep
 from dhisparse_jax.audit.observe import Subject
 from dhisparse_jax.audit.outputs import compare_outputs
 from dhisparse_jax.audit.records import Sizes, compare_records
 from dhisparse_jax.audit.rehearsed import Rehearsed, rehearsed
-from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.audit.sampled import asking, draw_tokens, enumerate_rule
+from dhisparse_jax.hierarchy import group, layout, retrieve
 from dhisparse_jax.hierarchy.invariants import host_rows
 from dhisparse_jax.speculation import accept as rules
 from tests.support.mutants import always, own_row, soft_as_hard
@@ -44,37 +44,25 @@ def subjects():
     return Subjects(plain, audited, Subject(engine("resident", 1, queries=4))), texts
 
 
-def steps():
+@pytest.fixture(autouse=True, scope="module")
+def _compiled():
+    """What all tests use, so that none of them pays for it."""
+    steps()
+
+
+def steps(audited=None):
     """E0 and E1 of the steps, and the length and what was accepted in row 0 in step STEP."""
     of, texts = subjects()
+    audited = audited or of.audited
     sizes = Sizes(of.audited.engine.cfg, of.resident.engine.cfg)
     e0, e1, where = Level("E0"), Level("E1"), {}
-    for pair in lockstep(of.audited, of.resident, texts):
+    for pair in lockstep(audited, of.resident, texts):
         compare_records(pair, sizes, e0)
         compare_outputs(pair, e1)
         where[pair.number] = int(pair.start[0]), int(pair.accepted[0])
         if pair.number > STEP + 1:
             break
     return e0, e1, *where[STEP]
-
-
-def test_a_sound_engine_holds_every_promise():
-    of, texts = subjects()
-    levels = Levels.empty()
-    audit(of, REQUESTS, texts, levels, CHECK)
-    found = {level.name: level for level in levels}
-    assert {name: level.verdict for name, level in found.items()} == dict.fromkeys(found, "proved")
-    assert all(level.first is None and level.differences == 0 for level in found.values())
-    e0, e1, e2, e3 = found.values()
-    assert e0.counts["fetched records"] > 100
-    assert e0.counts["rows fetched by the engine"] > 100
-    assert e0.counts["positions compared with a prefill"] == e1.counts["tokens"] == 24 + 20 + 24
-    assert e2.counts["tokens"] == 24 + 20 + 24
-    assert e2.counts["proposals accepted"] > 10
-    assert e2.counts["proposals rejected"] > 0
-    assert e3.counts["positions enumerated"] == 3 * 3
-    assert is_idle(of.audited.engine)
-    assert is_idle(of.resident.engine)
 
 
 # Faults in the state, after a step. Each returns the state and what is to be named.
@@ -246,6 +234,60 @@ def test_outputs_differ_from_the_layer_that_read_wrong_records(monkeypatch):
     assert first.position == start + accepted
 
 
+# Faults in the library's functions, which the step under the policy is compiled with.
+
+
+def fetch_off_by_one(monkeypatch):
+    """Retrieval reads the host row after the one that the plan names."""
+    lists = retrieve._lists
+
+    def shifted(*arguments):
+        fetches, moves = lists(*arguments)
+        return fetches._replace(rows=jnp.where(fetches.rows >= 0, fetches.rows + 1, -1)), moves
+
+    monkeypatch.setattr(retrieve, "_lists", shifted)
+
+
+def fetch_too_few(monkeypatch):
+    """The last record of every list is not fetched: its slot keeps what was there."""
+    lists = retrieve._lists
+
+    def fewer(*arguments):
+        fetches, moves = lists(*arguments)
+        return fetches._replace(counts=jnp.maximum(fetches.counts - 1, 0)), moves
+
+    monkeypatch.setattr(retrieve, "_lists", fewer)
+
+
+def plan_one_slot_for_two(monkeypatch):
+    """The first two selected records are planned to be in the same slot."""
+    plan = group.plan
+
+    def merged(*arguments):
+        result, state = plan(*arguments)
+        location = result.location.at[:, :, 1].set(result.location[:, :, 0])
+        return result._replace(location=location), state
+
+    monkeypatch.setattr(group, "plan", merged)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (fetch_off_by_one, "is not its host record"),
+        (fetch_too_few, "is not its host record"),
+        (plan_one_slot_for_two, "two records in one slot"),
+    ],
+)
+def test_a_fault_of_the_program_is_found_in_the_first_step(monkeypatch, fault, what):
+    fault(monkeypatch)
+    e0, e1, _, _ = steps(Subject(subjects()[0].audited.engine))
+    assert what in e0.first.what
+    assert (e0.first.step, e0.first.layer) == (1, 0)
+    assert (e1.first.step, e1.first.layer) == (1, 0)
+    assert {e0.first.request, e1.first.request} <= set(NAMES)
+
+
 def test_another_greedy_token_is_named(monkeypatch):
     of, texts = subjects()
     served = of.audited.engine
@@ -294,16 +336,13 @@ def test_what_does_not_hold_in_the_engine_is_named(monkeypatch):
     assert "maps_agree" in level.first.what
 
 
-def sampling():
-    """E3 of the first step."""
+def sampling(check):
+    """E3 of the first step, in one of two ways."""
     of, texts = subjects()
-    level = Level("E3")
-    for pair in lockstep(of.audited, of.resident, texts):
-        anchor = np.asarray([text.tokens[text.prompt] for text in texts], np.int32)
-        context = sampled.Context(pair.names, anchor, pair.start, pair.resident.logits)
-        served = of.audited.engine
-        sampled.check_sampling(served, served.draft_state, context, level)
-        break
+    level, served = Level("E3"), of.audited.engine
+    pair = next(lockstep(of.audited, of.resident, texts))
+    context = first_context(pair, texts)
+    check(asking(served, served.draft_state, context), context, level)
     return level
 
 
@@ -315,11 +354,18 @@ MUTANTS = [("remainder", own_row), ("standing", soft_as_hard), ("standing", alwa
 )
 def test_a_biased_acceptance_is_named(monkeypatch, name, mutant):
     monkeypatch.setattr(rules, name, mutant)
-    level = sampling()
+    level = sampling(enumerate_rule)
     assert level.verdict == "REFUTED"
     assert level.first.what == "the rule of acceptance is biased"
     assert level.first.request in NAMES
     assert level.first.step == 1
+
+
+def test_a_biased_acceptance_shows_in_what_is_drawn(monkeypatch):
+    monkeypatch.setattr(rules, "standing", always)
+    level = sampling(draw_tokens)
+    assert level.first.what == "what is drawn has not the model's distribution"
+    assert level.first.request in NAMES
 
 
 class Liar(Rehearsed):
@@ -332,7 +378,7 @@ class Liar(Rehearsed):
 
 def test_a_draft_that_draws_from_another_q_is_named(monkeypatch):
     monkeypatch.setattr(subjects()[0].audited.engine, "drafter", Liar(61, 3))
-    level = sampling()
+    level = sampling(draw_tokens)
     assert level.first.what == "what is drawn has not the model's distribution"
 
 
@@ -347,3 +393,22 @@ def test_the_first_of_a_step_is_the_one_in_the_lowest_layer():
         str(Difference("x", "r", 2, 3, 4, "d")) == "request r, step 2, layer 3, position 4: x (d)"
     )
     assert str(Difference("x")) == "somewhere: x"
+
+
+def test_a_sound_engine_holds_every_promise():
+    of, texts = subjects()
+    levels = Levels.empty()
+    audit(of, REQUESTS, texts, levels, CHECK)
+    found = {level.name: level for level in levels}
+    assert {name: level.verdict for name, level in found.items()} == dict.fromkeys(found, "proved")
+    assert all(level.first is None and level.differences == 0 for level in found.values())
+    e0, e1, e2, e3 = found.values()
+    assert e0.counts["fetched records"] > 100
+    assert e0.counts["rows fetched by the engine"] > 100
+    assert e0.counts["positions compared with a prefill"] == e1.counts["tokens"] == 24 + 20 + 24
+    assert e2.counts["tokens"] == 24 + 20 + 24
+    assert e2.counts["proposals accepted"] > 10
+    assert e2.counts["proposals rejected"] > 0
+    assert e3.counts["positions enumerated"] == 3 * 3
+    assert is_idle(of.audited.engine)
+    assert is_idle(of.resident.engine)
