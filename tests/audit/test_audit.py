@@ -13,7 +13,15 @@ import pytest
 
 from dhisparse_jax.audit.findings import Difference, Level
 from dhisparse_jax.audit.greedy import compare_tokens, write
-from dhisparse_jax.audit.levels import Levels, Subjects, audit, first_context, written_texts
+from dhisparse_jax.audit.levels import (
+    Levels,
+    Subjects,
+    audit,
+    compare_dense,
+    first_context,
+    prefilled,
+    written_texts,
+)
 from dhisparse_jax.audit.lockstep import lockstep
 from dhisparse_jax.audit.observe import Subject
 from dhisparse_jax.audit.outputs import compare_outputs
@@ -380,6 +388,24 @@ def test_a_draft_that_draws_from_another_q_is_named(monkeypatch):
     monkeypatch.setattr(subjects()[0].audited.engine, "drafter", Liar(61, 3))
     level = sampling(draw_tokens)
     assert level.first.what == "what is drawn has not the model's distribution"
+
+
+def test_logits_that_no_prefill_gives_are_named():
+    """What is wrong under every policy is seen by what knows nothing of the hierarchy."""
+    of, texts = subjects()
+    dense = [prefilled(of.resident, text) for text in texts]
+    pair = next(lockstep(of.audited, of.resident, texts))
+    sound, wrong, unjudged = Level("E0"), Level("E0"), Level("E0")
+    compare_dense(pair, dense, sound, judged=True)
+    assert sound.verdict == "proved"
+    position = int(pair.start[2])
+    dense[2][position, 5] += 1.0
+    compare_dense(pair, dense, wrong, judged=True)
+    compare_dense(pair, dense, unjudged, judged=False)
+    assert (wrong.first.request, wrong.first.step) == (NAMES[2], 1)
+    assert (wrong.first.layer, wrong.first.position) == (None, position)
+    assert unjudged.verdict == "proved"
+    assert unjudged.figures == wrong.figures
 
 
 def test_the_first_of_a_step_is_the_one_in_the_lowest_layer():

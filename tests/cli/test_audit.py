@@ -7,7 +7,9 @@ import pytest
 
 from dhisparse_jax.audit.findings import Difference
 from dhisparse_jax.cli import audit as command
+from dhisparse_jax.cli import session
 from tests.cli.conftest import Fake
+from tests.support.toy_model import toy
 
 FOUND = Difference("a host record differs", "a.txt", 2, 3, 17, "1 of 32 words")
 
@@ -109,3 +111,24 @@ def test_bad_options_are_refused(run, compared, arguments, message):
 def test_a_text_that_does_not_fit_is_refused(run, fake, prompt):
     error = run("audit", "-p", prompt("a.txt", b"x" * 40), "-n", 22).error
     assert "take 65 positions; tiny has a context of 64" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["adaptive", "fixed"])
+def test_a_small_model_without_a_draft_is_proved(run, prompt, monkeypatch, policy, tmp_path):
+    """The whole command on a toy model, whose tokens are bytes modulo its vocabulary."""
+    model, params = toy(layers_per_pool=(1, 2), context=128)
+    tokenizer = SimpleNamespace(encode=lambda data: tuple(byte % 61 for byte in data))
+    loaded = SimpleNamespace(
+        name="toy", model=model, params=params, tokenizer=tokenizer, context=128, eos=()
+    )
+    monkeypatch.setattr(session, "load_model", lambda *_: loaded)
+    texts = prompt("a.txt", b"a text that is longer than a selection"), prompt("b.txt", b"short")
+    path = tmp_path / "audit.json"
+    files = [word for text in texts for word in ("-p", text)]
+    result = run("audit", "toy", *files, "-n", 12, "--policy", policy, "--json", path)
+    assert result.code == 0, result.out.decode()
+    document = json.loads(path.read_text())
+    assert {level["verdict"] for level in document["levels"]} == {"proved"}
+    assert document["levels"][0]["counts"]["fetched records"] > 0
+    assert document["levels"][2]["counts"]["tokens"] == 24
