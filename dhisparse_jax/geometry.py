@@ -97,10 +97,26 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Blocks of records that the first selection from a pool leaves to the others.
+
+    The score of a block is the best one of its records; the newest block is always among them.
+    Source: DeepSeek-V4.1 (two-level selection).
+
+    Attributes:
+        block: records in a block.
+        count: blocks that are left to a query.
+    """
+
+    block: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometry:
     """What a model needs of a hierarchy; every served model states it.
 
-    A model that compresses its history has a record for every `rate` positions, complete with the
+    A model that compresses its history has a record for every so many positions, complete with the
     last of them, and record numbers take the place of positions wherever records are meant.
 
     Attributes:
@@ -112,8 +128,10 @@ class Geometry:
         index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS.
         scale: factor of the attention logits. GLM-5.x: 256**-0.5.
         index_power_scales: whether the scales of SCALED_KEYS are powers of two.
-        rate: positions per record. DeepSeek-V4: 4.
+        rates: positions per record of each pool; empty: 1. DeepSeek-V4: 4 each; V4.1: 2, 2, 2, 1.
         kept: what else the layers of each pool keep; empty: nothing.
+        candidates: what the first selection from each pool leaves to the others, which are all
+            records where it is None; empty: None.
     """
 
     row: RowFormat
@@ -123,8 +141,14 @@ class Geometry:
     index_dtype: str
     scale: float
     index_power_scales: bool = False
-    rate: int = 1
+    rates: tuple[int, ...] = ()
     kept: tuple[tuple[Kept, ...], ...] = ()
+    candidates: tuple[Candidates | None, ...] = ()
+
+    @property
+    def pools(self) -> int:
+        """Number of pools."""
+        return len(self.layers_per_pool)
 
     @property
     def index_format(self) -> str:
@@ -143,19 +167,30 @@ class Geometry:
 
         Without what fills up records.
         """
-        rows = sum(self.layers_per_pool) * self.row.words * WORD_BYTES
-        keys = len(self.layers_per_pool) * self.key_bytes
+        records = sum(
+            (layers * self.row.words * WORD_BYTES + self.key_bytes) / self.rate(pool)
+            for pool, layers in enumerate(self.layers_per_pool)
+        )
         beside = sum(
             kept.width * jnp.dtype(kept.dtype).itemsize / kept.rate
             for pool in self.kept
             for kept in pool
             if kept.span is None
         )
-        return (rows + keys) / self.rate + beside
+        return records + beside
 
-    def fresh(self, queries: int) -> int:
-        """Most records that so many new positions complete."""
-        return -(-queries // self.rate)
+    def rate(self, pool: int) -> int:
+        """Positions per record of a pool."""
+        return self.rates[pool] if self.rates else 1
+
+    @property
+    def whole(self) -> int:
+        """Positions that make whole records in every pool, at least."""
+        return math.lcm(*self.rates)
+
+    def fresh(self, pool: int, queries: int) -> int:
+        """Most records of a pool that so many new positions complete."""
+        return -(-queries // self.rate(pool))
 
     def check_movable(self, what: str) -> None:
         """Refuse what takes the history of a request elsewhere, where it is more than its records.
@@ -172,3 +207,7 @@ class Geometry:
     def kept_of(self, pool: int) -> tuple[Kept, ...]:
         """What the layers of one pool keep."""
         return self.kept[pool] if self.kept else ()
+
+    def candidates_of(self, pool: int) -> Candidates | None:
+        """What the first selection from one pool leaves to the others."""
+        return self.candidates[pool] if self.candidates else None

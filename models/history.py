@@ -4,13 +4,14 @@ import dataclasses
 from typing import TypeVar
 
 from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.formats import COMPUTED
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.geometry import FP8, SCALED_KEYS, Geometry
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.models.hadamard import rotate_hadamard
 
-Config = TypeVar("Config", GlmConfig, V4Config)
+Config = TypeVar("Config", GlmConfig, V4Config, V41Config)
 
 
 def with_formats(config: Config, rows: str | None, keys: str | None) -> Config:

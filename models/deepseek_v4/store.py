@@ -54,6 +54,13 @@ class Store:
         """Rows at positions; undefined before the first."""
         return kept_rows(self.leaves[key], self.kept[key], index)
 
+    def newest(self, key: Key, positions: Int[Array, "R T"]) -> Int[Array, "R T span"]:
+        """The positions up to each one that are kept; negative before the first."""
+        span = self.kept[key].span
+        assert span is not None  # the newest positions, not all
+        back = jnp.arange(span, dtype=jnp.int32).reshape(1, 1, -1)
+        return positions[..., None] - back
+
     def attend(
         self,
         key: Key,
@@ -75,9 +82,8 @@ class Store:
         return tuple(self.leaves[key] for key in self.kept)
 
 
-def open_store(config: V4Config, geometry: Geometry, pool: int, beside: Beside) -> Store:
+def open_store(geometry: Geometry, kept: Mapping[Key, Kept], beside: Beside) -> Store:
     """What the layers of one group keep."""
-    kept = kept_by(config, geometry.row, config.groups[pool])
     return Store(geometry, kept, dict(zip(kept, beside.kept, strict=True)), beside)
 
 
@@ -100,9 +106,3 @@ def kept_by(config: V4Config, row: RowFormat, layers: tuple[int, ...]) -> dict[K
             found[Key(layer, RAW)] = raw(4 * config.head_dim, span)
             found[Key(layer, INDEX_RAW)] = raw(4 * config.index_dim, span)
     return found
-
-
-def newest(positions: Int[Array, "R T"], count: int) -> Int[Array, "R T count"]:
-    """The newest positions up to each one; negative before the first."""
-    back = jnp.arange(count, dtype=jnp.int32).reshape(1, 1, -1)
-    return positions[..., None] - back

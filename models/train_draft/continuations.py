@@ -114,7 +114,9 @@ def _run_group(
     """One selection group; `where` is the cache, and the number of the group's first layer."""
     cache, first = where
 
-    def open_group(index: IndexInputs) -> _Opened:
+    def open_group(index: IndexInputs, opened: _Opened | None = None) -> _Opened:
+        assert opened is None  # these models select once per group
+        assert index.keys is not None
         keys = _put(cache.keys[pool], index.keys, positions)
         selected = select_top_k(
             index.queries,
@@ -124,8 +126,8 @@ def _run_group(
             count=served.geometry.top_k,
             chunk=1,
         )
-        opened = _Cache(rows=cache.rows, keys=_replace(cache.keys, pool, keys))
-        return _Opened(cache=opened, selected=selected)
+        now = _Cache(rows=cache.rows, keys=_replace(cache.keys, pool, keys))
+        return _Opened(cache=now, selected=selected)
 
     attend = partial(_attend, served, first, positions)
     ran = served.run_group(params, pool, x, positions, open_group, attend)

@@ -87,7 +87,7 @@ def _dense(params, tokens, kv_format):
     served, (_, count) = model(kv_format)[0], tokens.shape
     geometry, selections, routings = served.geometry, [], []
     positions = jnp.arange(count, dtype=jnp.int32)[None]
-    complete = (positions[0] + 1) // geometry.rate
+    complete = (positions[0] + 1) // geometry.rate(0)
 
     def open_group(index):
         dots = jnp.einsum("thd,ed->the", index.queries[0], index.keys[0], precision="highest")
