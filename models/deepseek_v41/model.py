@@ -6,7 +6,7 @@
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import normal
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.models.deepseek_v4.hyper import HyperConnection, Streams, collapsed
@@ -76,7 +76,7 @@ class V41Model(nnx.Module):
         return jnp.repeat(x[..., None, :], self.config.streams, axis=-2)
 
     def words(
-        self, tokens: Int[Array, "*batch order"], there: Int[Array, "*batch order"]
+        self, tokens: Int[Array, "*batch order"], there: Bool[Array, "*batch order"]
     ) -> Int[Array, "*batch order"]:
         """Ids of tokens in the tables of n-grams; that of the pad where there is no token."""
         assert self.word_of is not None  # the model has such tables
