@@ -57,7 +57,7 @@ def load_model(
     )
     if loaded.unused:
         count = len(loaded.unused)
-        typer.echo(f"{name}: {count} tensors of MTP layers are not used", err=True)
+        typer.echo(f"{name}: {count} tensors are of parts of the model that are not used", err=True)
     return loaded
 
 
