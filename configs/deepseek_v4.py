@@ -5,9 +5,9 @@ Knows what a valid model of the family is; knows nothing about arrays, files or 
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from dhisparse_jax.configs.formats import COMPUTED, check_history_formats
+from dhisparse_jax.configs.formats import COMPUTED, HISTORY_FORMATS, check_history_formats
 from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.configs.values import check_counts, check_formats
@@ -86,11 +86,23 @@ class V4Sizes:
     kv_format: str = COMPUTED
     index_format: str = COMPUTED
 
+    row_formats: ClassVar[tuple[str, ...]] = HISTORY_FORMATS[:-1]
+    """What rows can be kept in."""
+    rotates_keys: ClassVar[bool] = True
+    """Whether small index keys are multiplied by the Hadamard matrix."""
+
     def check_sizes(self, may_be_zero: Collection[str]) -> None:
         """Raises UserError on the first size that cannot be; those named may switch a part off."""
         check_counts(self, {"bos_id", *may_be_zero})
         check_formats(self.param_dtype, self.expert_format)
-        check_history_formats(self.kv_format, self.index_format, self.index_dim)
+        check_history_formats(
+            self.kv_format,
+            self.index_format,
+            self.index_dim,
+            row_formats=self.row_formats,
+            key_formats=HISTORY_FORMATS,
+            rotated=self.rotates_keys,
+        )
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_dim):
             raise UserError(
                 f"rope_dim is {self.rope_dim}; it must be even, and at most head_dim "

@@ -7,8 +7,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dhisparse_jax.configs.deepseek_v4 import V4Sizes
+from dhisparse_jax.configs.formats import HISTORY_FORMATS
 from dhisparse_jax.configs.quantised import FLOAT, FORMATS
 from dhisparse_jax.errors import UserError
 
@@ -61,6 +63,9 @@ class V41Config(V4Sizes):
     engram_vocab: int = 99_092
     engram_pad_id: int = 2
     table_format: str = FLOAT
+
+    row_formats: ClassVar[tuple[str, ...]] = HISTORY_FORMATS
+    rotates_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Checks every size; raises UserError on the first that cannot be."""

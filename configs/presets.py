@@ -4,7 +4,7 @@ from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, WINDOW, V4Config
 from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.glm import GlmConfig, derive_indexer_types
 from dhisparse_jax.configs.rope import Yarn
-from dhisparse_jax.geometry import FP8
+from dhisparse_jax.geometry import FP4, FP8
 
 GLM_5_3 = GlmConfig(
     vocab_size=154_880,
@@ -154,8 +154,11 @@ DEEPSEEK_V4_1_FLASH = V41Config(
     norm_eps=1e-20,
     bos_id=0,
     eos_ids=(1,),
+    kv_format=FP4,
+    index_format=FP4,
 )
-"""DeepSeek-V4.1-Flash, text alone: 552 B parameters without its drafter and its Engram tables."""
+"""DeepSeek-V4.1-Flash, text alone: 552 B parameters without its drafter and its Engram tables; its
+history as it is served, 890 B per token."""
 
 GLM_PRESETS: dict[str, GlmConfig] = {"glm-5.3": GLM_5_3, "tiny": TINY}
 """What can be trained here."""

@@ -4,11 +4,9 @@ import dataclasses
 import functools
 from enum import StrEnum
 
-import jax.numpy as jnp
-
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.geometry import SCALED_KEYS, Geometry
-from pallas_kernels.common.rows import WORD_BYTES, words_of
+from dhisparse_jax.geometry import Geometry
+from pallas_kernels.common.rows import WORD_BYTES
 
 RECORD_ALIGNMENT = 128
 """Bytes: TMA wants 128-byte aligned destinations, so records are padded to it."""
@@ -183,9 +181,7 @@ class HierarchyConfig:
     @property
     def key_words(self) -> int:
         """int32 words of an index key in host memory, padded as a record is."""
-        geometry = self.geometry
-        numbers = words_of(geometry.index_width, jnp.dtype(geometry.index_dtype))
-        return _aligned(numbers + (geometry.index_dtype == SCALED_KEYS))
+        return _aligned(self.geometry.key_bytes // WORD_BYTES)
 
     @functools.cached_property
     def hot_pools(self) -> tuple[tuple[int, ...], ...]:

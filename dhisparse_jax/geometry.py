@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from dhisparse_jax.errors import UserError
 from pallas_kernels.common.rows import WORD_BYTES, words_of
 from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.index_scores.types import packed_format
 
 MOST_SCALED = 128
 """Numbers of an fp8 row that share a scale, at most."""
@@ -15,8 +16,14 @@ MOST_SCALED = 128
 FP8 = "fp8"
 """What formats are called that have numbers of 8 bits, with scales."""
 
+FP4 = "fp4"
+"""The same with numbers of 4 bits."""
+
 SCALED_KEYS = "float8_e4m3fn"
 """The `index_dtype` of index keys in fp8, which have a float32 scale each."""
+
+PACKED_KEYS = "float4_e2m1fn"
+"""The `index_dtype` of index keys in fp4, whose scales are powers of two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +67,10 @@ class RowFormat:
 
     @property
     def name(self) -> str:
-        """The dtype, or "fp8"."""
-        return self.dtype if isinstance(self.dtype, str) else FP8
+        """The dtype, or "fp8" or "fp4"."""
+        if isinstance(self.dtype, str):
+            return self.dtype
+        return FP8 if self.dtype.numbers == "e4m3" else FP4
 
     @property
     def words(self) -> int:
@@ -76,14 +85,16 @@ class Kept:
     """Rows that a layer keeps of a request on the device, for itself, beside the records.
 
     Attributes:
-        width: numbers in a row; words of it, where it is of the geometry's row format.
+        width: numbers in a row; words of it, where attention reads it.
         dtype: of the numbers; "int32" for words.
+        row: format of a row that attention reads; None: that of the geometry.
         span: how many of the newest positions are read, a row each; None: rows of all.
         rate: positions per row, where there are rows of all.
     """
 
     width: int
     dtype: str
+    row: RowFormat | None = None
     span: int | None = None
     rate: int = 1
 
@@ -125,7 +136,8 @@ class Geometry:
             DeepSeek-V4: 1 each, the layers between them have no rows in records.
         top_k: how many records a query selects.
         index_width: numbers in an index key.
-        index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS.
+        index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS or
+            PACKED_KEYS.
         scale: factor of the attention logits. GLM-5.x: 256**-0.5.
         index_power_scales: whether the scales of SCALED_KEYS are powers of two.
         rates: positions per record of each pool; empty: 1. DeepSeek-V4: 4 each; V4.1: 2, 2, 2, 1.
@@ -152,12 +164,14 @@ class Geometry:
 
     @property
     def index_format(self) -> str:
-        """The dtype of the index keys, or "fp8"."""
-        return FP8 if self.index_dtype == SCALED_KEYS else self.index_dtype
+        """The dtype of the index keys, or "fp8" or "fp4"."""
+        return {SCALED_KEYS: FP8, PACKED_KEYS: FP4}.get(self.index_dtype, self.index_dtype)
 
     @property
     def key_bytes(self) -> int:
         """Bytes of an index key, with its scale."""
+        if self.index_dtype == PACKED_KEYS:
+            return packed_format(self.index_width).bytes
         numbers = self.index_width * jnp.dtype(self.index_dtype).itemsize
         return numbers + (WORD_BYTES if self.index_dtype == SCALED_KEYS else 0)
 

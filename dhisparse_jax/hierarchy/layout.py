@@ -19,13 +19,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.geometry import Geometry
+from dhisparse_jax.geometry import Geometry, RowFormat
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, in_range, masked
 
 
-def row_options(geometry: Geometry, layer: int) -> dict[str, Any]:
-    """What attention must know of the rows of a layer (`pallas_kernels.sparse_attention.api`)."""
-    row = geometry.row
+def row_options(geometry: Geometry, layer: int, row: RowFormat | None = None) -> dict[str, Any]:
+    """What attention must know of the rows of a layer (`pallas_kernels.sparse_attention.api`).
+
+    Args:
+        geometry: of the model.
+        layer: place of the layer in a record.
+        row: format of its rows, if it is not that of the geometry.
+    """
+    row = row or geometry.row
     return {
         "offset": layer * row.words,
         "row_format": jnp.dtype(row.dtype) if isinstance(row.dtype, str) else row.dtype,

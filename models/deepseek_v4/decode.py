@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.configs.deepseek_v4 import V4Config, V4Sizes
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import FP8, Geometry, RowFormat
-from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
@@ -190,7 +189,7 @@ def _attend_all(
 ) -> tuple[Attended, Store]:
     """Attention over all entries that are complete at each query's position."""
     key = Key(place.layer, FAR)
-    store = store.put(key, entry, stored_rows(store.geometry.row, entries))
+    store = store.put_rows(key, entry, entries)
     every = jnp.arange(store.count(key), dtype=jnp.int32).reshape(1, 1, -1)
     seen = every < (place.positions[..., None] + 1) // rate
     index = masked(jnp.broadcast_to(every, seen.shape), seen)

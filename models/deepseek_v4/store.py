@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, V4Config
 from dhisparse_jax.geometry import Geometry, Kept, RowFormat
+from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.kept import attend_kept, keep, kept_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.model import Beside, KeptLeaves
@@ -49,6 +50,13 @@ class Store:
         """Write rows at positions, or at numbers of entries."""
         leaf = keep(self.leaves[key], self.kept[key], index, rows, self.beside.writes)
         return dataclasses.replace(self, leaves={**self.leaves, key: leaf})
+
+    def put_rows(
+        self, key: Key, index: Int[Array, "R t"], rows: Float[Array, "R t width"]
+    ) -> "Store":
+        """Write rows that attention reads, in their format."""
+        form = self.kept[key].row or self.geometry.row
+        return self.put(key, index, stored_rows(form, rows))
 
     def rows(self, key: Key, index: Int[Array, "R *t"]) -> Shaped[Array, "R *t width"]:
         """Rows at positions; undefined before the first."""

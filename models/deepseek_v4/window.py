@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.model import AttendFn, OpenFn
 from dhisparse_jax.models.deepseek_v4.attention import Projected, WindowAttention
@@ -33,7 +32,7 @@ def attend_window(
 ) -> tuple[Attended, Store]:
     """Attention over the newest positions and the sinks; the store has the new rows then."""
     key = Key(place.layer, NEAR)
-    store = store.put(key, place.positions, stored_rows(store.geometry.row, projected.row))
+    store = store.put_rows(key, place.positions, projected.row)
     window = store.newest(key, place.positions)
     return store.attend(key, window, projected.query, attention.sinks[...]), store
 

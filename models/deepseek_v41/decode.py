@@ -10,6 +10,7 @@ weights go from group to group beside the streams.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.geometry import FP8, Candidates, Geometry, Kept, RowFormat
+from dhisparse_jax.geometry import FP4, FP8, Candidates, Geometry, Kept, RowFormat
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.deepseek_v4.attention import Projected
@@ -30,6 +31,7 @@ from dhisparse_jax.models.deepseek_v4.window import Place, attend_window, merged
 from dhisparse_jax.models.deepseek_v41.attention import EntrySource, V41Attention
 from dhisparse_jax.models.deepseek_v41.model import V41Model
 from dhisparse_jax.models.history import key_dtype, with_formats
+from pallas_kernels.common.scaled_rows import V41_ENTRY, V41_WINDOW
 
 TOKENS = "tokens"
 """The last token ids of a text, kept for the memory before a layer."""
@@ -121,7 +123,7 @@ class V41Served:
         assert beside is not None  # the geometry says that something is kept
         model, geometry = nnx.merge(self.graph, params), self.geometry
         group = self.config.groups[pool]
-        store = open_store(geometry, kept_by(self.config, geometry.row, group), beside)
+        store = open_store(geometry, kept_by(self.config, self.dtype, group), beside)
         carried, opened = unpacked(x, self.config.streams), None
         for number in group:
             block, place = model.layers[number], Place(number, positions, open_group, attend)
@@ -161,7 +163,7 @@ def unpacked(x: Float[Array, "R T D"], streams: int) -> Carried:
 
 def geometry_of(config: V41Config, dtype: str) -> Geometry:
     """What a model needs of a hierarchy whose computation has a dtype."""
-    row, form = row_format(config, dtype), config.index_format
+    row, form = entry_format(config, dtype), config.index_format
     sources = config.entry_sources
     rule = Candidates(block=config.candidate_block, count=config.candidate_blocks)
     return Geometry(
@@ -173,16 +175,35 @@ def geometry_of(config: V41Config, dtype: str) -> Geometry:
         index_power_scales=form == FP8,
         scale=config.attention_scale,
         rates=tuple(config.rates[source] for source in sources),
-        kept=tuple(tuple(kept_by(config, row, group).values()) for group in config.groups),
+        kept=tuple(tuple(kept_by(config, dtype, group).values()) for group in config.groups),
         candidates=tuple(rule if config.candidate_source == source else None for source in sources),
     )
 
 
-def kept_by(config: V41Config, row: RowFormat, layers: tuple[int, ...]) -> Mapping[Key, Kept]:
+def entry_format(config: V41Config, dtype: str) -> RowFormat:
+    """Entries; as published with 4 bits and a scale for each 16 of all their numbers."""
+    if config.kv_format != FP4:
+        return row_format(config, dtype)
+    width = config.head_dim
+    group = math.gcd(width, V41_ENTRY.group)
+    return RowFormat(width, width, dataclasses.replace(V41_ENTRY, quantised=width, group=group))
+
+
+def window_format(config: V41Config, dtype: str) -> RowFormat:
+    """Rows of windows; beside entries of 4 bits with 8, and a power of two for each 32 of them."""
+    if config.kv_format != FP4:
+        return row_format(config, dtype)
+    width = config.head_dim
+    group = math.gcd(width, V41_WINDOW.group)
+    return RowFormat(width, width, dataclasses.replace(V41_WINDOW, quantised=width, group=group))
+
+
+def kept_by(config: V41Config, dtype: str, layers: tuple[int, ...]) -> Mapping[Key, Kept]:
     """What some layers keep, in order: windows, values and gates of stretches, and tokens."""
     found: dict[Key, Kept] = {}
+    row = window_format(config, dtype)
     for layer in layers:
-        found[Key(layer, NEAR)] = Kept(width=row.words, dtype="int32", span=config.window)
+        found[Key(layer, NEAR)] = Kept(width=row.words, dtype="int32", row=row, span=config.window)
         rate = config.rates[layer]
         if layer in config.entry_sources and rate > 1:
             found[Key(layer, RAW)] = Kept(width=2 * config.head_dim, dtype="float32", span=rate)

@@ -33,6 +33,16 @@ def test_layers_share_entries_and_selections_as_published():
     assert len(windows) == config.num_layers
 
 
+def test_bytes_per_token_are_those_published():
+    """Four sources: 288 bytes of an entry and 68 of an index key, for 1/2 + 1/2 + 1/2 + 1 token."""
+    geometry = geometry_of(DEEPSEEK_V4_1_FLASH, "bfloat16")
+    assert (geometry.row.words * 4, geometry.key_bytes) == (288, 68)
+    assert (geometry.row.name, geometry.index_format) == ("fp4", "fp4")
+    assert geometry.position_bytes == 890
+    windows = [leaf for pool in geometry.kept for leaf in pool if leaf.span == 128]
+    assert {leaf.width * 4 for leaf in windows} == {528}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,13 +13,14 @@ from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.hierarchy import Attended
-from dhisparse_jax.hierarchy.formats import stored_rows
+from dhisparse_jax.hierarchy.formats import stored_keys, stored_rows
 from dhisparse_jax.hierarchy.layout import row_options
 from dhisparse_jax.hierarchy.select import best
 from dhisparse_jax.model import Beside
 from dhisparse_jax.models.deepseek_v41.decode import serve
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.speculation.protocol import NO_DRAFT
+from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.sparse_attention.api import sparse_attention
 from tests.support.small_v4 import POLICIES, table_draft
 
@@ -38,9 +39,9 @@ def loaded():
 
 
 @cache
-def model(kv_format=None):
-    """The served model and its weights."""
-    return serve(loaded(), "float32", kv_format)
+def model(form=None):
+    """The served model and its weights; `form`: of rows and index keys."""
+    return serve(loaded(), "float32", form, form)
 
 
 @cache
@@ -56,9 +57,9 @@ def layer_weights(layer):
     return {n.removeprefix(start): w for n, w in weights().items() if n.startswith(start)}
 
 
-def config(policy, hot_rows, *, requests=2, queries=1, kv_format=None, **sizes):
+def config(policy, hot_rows, *, requests=2, queries=1, form=None, **sizes):
     return HierarchyConfig(
-        geometry=model(kv_format)[0].geometry,
+        geometry=model(form)[0].geometry,
         policy=Policy(policy),
         requests=requests,
         capacity=CONTEXT,
@@ -86,20 +87,20 @@ def request(length, new, seed=0, **options):
     return Request(name=f"{length}+{new}", prompt=prompt, max_new_tokens=new, **options)
 
 
-def dense(tokens, kv_format=None):
+def dense(tokens, form=None):
     """A whole text without a hierarchy.
 
     Returns:
         Logits, what every layer that selects has selected, and the blocks left to the others.
     """
     given = jnp.asarray(tokens, jnp.int32)[None]
-    logits, selections, blocks = _dense(model()[1], given, kv_format)
+    logits, selections, blocks = _dense(model()[1], given, form)
     return np.asarray(logits[0]), [np.asarray(s[0]) for s in selections], np.asarray(blocks[0])
 
 
 @partial(jax.jit, static_argnums=2)
-def _dense(params, tokens, kv_format):
-    served, count = model(kv_format)[0], tokens.shape[1]
+def _dense(params, tokens, form):
+    served, count = model(form)[0], tokens.shape[1]
     geometry, selections, blocks = served.geometry, [], []
     positions = jnp.arange(count, dtype=jnp.int32)[None]
     x = served.embed(params, tokens)
@@ -107,11 +108,11 @@ def _dense(params, tokens, kv_format):
         visible = (positions + 1) // geometry.rate(pool)
 
         def open_group(index, opened=None, pool=pool, visible=visible):
-            keys, rows, found = (index.keys, None, None) if opened is None else opened
-            dots = jnp.einsum("rthd,red->rthe", index.queries, keys, precision="highest")
-            scores = jnp.einsum("rth,rthe->rte", index.weights, jnp.maximum(dots, 0.0))
-            seen = jnp.arange(scores.shape[2])[None, None] < visible[..., None]
-            scores = jnp.where(seen, scores, -jnp.inf)
+            if opened is None:
+                keys, rows, found = stored_keys(geometry, index.keys), None, None
+            else:
+                keys, rows, found = opened
+            scores = index_scores(index.queries, index.weights, keys, visible)
             found = best(geometry, pool, scores, visible, found and found.blocks)
             selections.append(found.records)
             if found.blocks is not None:
