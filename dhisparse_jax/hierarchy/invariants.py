@@ -176,9 +176,15 @@ def _pool_keys_equal_host(host: Host, cfg: HierarchyConfig, pool: int) -> bool:
     mine, rows = host.pools[pool], _host_rows(host, cfg, pool)
     committed = np.arange(cfg.records(pool)) < _complete(host, cfg, pool)[:, None]
     committed &= rows < cfg.host_rows(pool)  # else `host_pages_held` is false
-    keys = jax.tree.map(lambda every: jnp.asarray(every[committed]), mine.index_keys)
-    packed = packed_keys(keys, mine.host_keys.shape[1])
-    return np.array_equal(mine.host_keys[rows[committed]], np.asarray(packed))
+    packed = _packed(mine.index_keys, mine.host_keys.shape[1])
+    return np.array_equal(mine.host_keys[rows[committed]], packed[committed])
+
+
+def _packed(keys: Host, width: int) -> np.ndarray:
+    """Index keys as `host_keys` has them, [R, E, width]: all, so that one program packs them."""
+    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf.reshape(-1, *leaf.shape[2:])), keys)
+    every = jax.tree.leaves(keys)[0].shape[:2]
+    return np.asarray(packed_keys(flat, width)).reshape(*every, width)
 
 
 def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:
