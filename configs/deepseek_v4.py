@@ -118,11 +118,6 @@ class V4Sizes:
             )
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        raise NotImplementedError
-
-    @property
     def attention_scale(self) -> float:
         """Factor on the query-key products."""
         return self.head_dim**-0.5

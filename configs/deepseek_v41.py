@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dhisparse_jax.configs.deepseek_v4 import V4Sizes
+from dhisparse_jax.configs.deepseek_v4 import V4Config, V4Sizes
 from dhisparse_jax.configs.formats import HISTORY_FORMATS
 from dhisparse_jax.configs.quantised import FLOAT, FORMATS
 from dhisparse_jax.errors import UserError
@@ -101,6 +101,10 @@ class V41Config(V4Sizes):
         return tuple(
             tuple(itertools.islice(primes, self.engram_columns)) for _ in self.engram_layers
         )
+
+
+SinceV4 = V4Config | V41Config
+"""What is known of any model since DeepSeek-V4."""
 
 
 def _check_layers(config: V41Config) -> None:

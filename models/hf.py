@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,8 @@ def load_hf(
     tensors = find_tensors(directory, config, block, mtp_layers)
     for entry, names in family_of(config).stored(config).items():
         if stored_experts or entry != EXPERTS:
-            config = dataclasses.replace(config, **{entry: _stored_format(names, tensors)})
+            own: dict[str, Any] = {entry: _stored_format(names, tensors)}
+            config = dataclasses.replace(config, **own)
     dtype = jnp.dtype(dtype or config.param_dtype)
     derived = family_of(config).derived(config, directory)
     params = _load_params(config, tensors, derived, dtype, place)

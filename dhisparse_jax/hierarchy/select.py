@@ -94,7 +94,7 @@ def best(
     rule = geometry.candidates_of(pool)
     if rule is not None and blocks is None:
         blocks = candidate_blocks(rule, scores, visible)
-    elif rule is not None:
+    elif rule is not None and blocks is not None:
         inside = jnp.repeat(blocks, rule.block, axis=-1)[..., : scores.shape[-1]]
         scores = jnp.where(inside, scores, -jnp.inf)
     return Selection(top_k(scores, geometry.top_k), blocks)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.deepseek_v4 import SELECTED, V4Config, V4Sizes
+from dhisparse_jax.configs.deepseek_v4 import SELECTED, V4Config
+from dhisparse_jax.configs.deepseek_v41 import SinceV4
 from dhisparse_jax.models.deepseek_v4.compressor import Compressor
 from dhisparse_jax.models.deepseek_v4.indexer import Indexer
 from dhisparse_jax.models.deepseek_v4.rotary import Rotary, rotary_of
@@ -44,7 +45,7 @@ class WindowAttention(nnx.Module):
     """Whether the query of every head is divided by its root mean square."""
 
     def __init__(
-        self, config: V4Sizes, *, rotary: Rotary, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, config: SinceV4, *, rotary: Rotary, dtype: jnp.dtype, rngs: nnx.Rngs
     ) -> None:
         param_dtype = jnp.dtype(config.param_dtype)
         heads, head, width = config.num_heads, config.head_dim, config.hidden_size

@@ -7,6 +7,7 @@ Knows nothing about files. A tensor has DeepSeek's own name here; published matr
 from collections.abc import Mapping
 
 from dhisparse_jax.configs.deepseek_v4 import SELECTED, V4Config, V4Sizes
+from dhisparse_jax.configs.deepseek_v41 import SinceV4
 from dhisparse_jax.models.params import Flat
 from dhisparse_jax.models.pieces import stacked_experts, stored_experts, whole_tensor
 from dhisparse_jax.models.stream import Piece, Pieces
@@ -117,7 +118,7 @@ def v4_pieces(config: V4Config, like: Flat) -> dict[str, Pieces]:
     }
 
 
-def v4_expert_names(config: V4Sizes) -> list[str]:
+def v4_expert_names(config: SinceV4) -> list[str]:
     """Published names of the matrices of all routed experts."""
     return [
         f"layers.{layer}.ffn.experts.{expert}.{matrix}.weight"

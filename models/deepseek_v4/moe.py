@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.configs.deepseek_v4 import V4Sizes
+from dhisparse_jax.configs.deepseek_v41 import SinceV4
 from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.models.experts import Routing, run_experts
 from dhisparse_jax.models.glm.linear import exact_dot, linear, residual_init, weight_init
@@ -17,7 +18,7 @@ from dhisparse_jax.models.stored_experts import StoredExperts
 class BoundedMlp(nnx.Module):
     """`down(silu(gate x) * up x)` with bounds on both factors."""
 
-    def __init__(self, config: V4Sizes, inner: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: SinceV4, inner: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         width = config.hidden_size
         args = {"dtype": dtype, "param_dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
         self.gate = linear(width, inner, **args)
@@ -73,7 +74,7 @@ class V4Moe(nnx.Module):
     """
 
     def __init__(
-        self, config: V4Sizes, *, dtype: jnp.dtype, rngs: nnx.Rngs, hashed: bool = False
+        self, config: SinceV4, *, dtype: jnp.dtype, rngs: nnx.Rngs, hashed: bool = False
     ) -> None:
         width, inner = config.hidden_size, config.expert_intermediate_size
         experts, form = config.num_experts, config.expert_format

@@ -124,7 +124,8 @@ class V41Served:
         model, geometry = nnx.merge(self.graph, params), self.geometry
         group = self.config.groups[pool]
         store = open_store(geometry, kept_by(self.config, self.dtype, group), beside)
-        carried, opened = unpacked(x, self.config.streams), None
+        carried = unpacked(x, self.config.streams)
+        opened: Any = None
         for number in group:
             block, place = model.layers[number], Place(number, positions, open_group, attend)
             if block.engram is not None:

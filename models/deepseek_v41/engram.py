@@ -37,14 +37,16 @@ class Table(nnx.Module):
         self, rows: int, width: int, form: str, *, dtype: jnp.dtype, rngs: nnx.Rngs
     ) -> None:
         self.form = form
+        weight: nnx.Param[jax.Array] | None = None
+        numbers: nnx.Param[jax.Array] | None = None
+        scales: nnx.Param[jax.Array] | None = None
         if form == FLOAT:
-            self.weight = nnx.Param(weight_init(width)(rngs.params(), (rows, width), dtype))
-            self.numbers = self.scales = None
+            weight = nnx.Param(weight_init(width)(rngs.params(), (rows, width), dtype))
         else:
             shape = FORMATS[form].scale_shape(rows, width)
-            self.weight = None
-            self.numbers = nnx.Param(jnp.zeros((rows, width), ml_dtypes.float8_e4m3fn))
-            self.scales = nnx.Param(jnp.ones(shape, FORMATS[form].scale))
+            numbers = nnx.Param(jnp.zeros((rows, width), ml_dtypes.float8_e4m3fn))
+            scales = nnx.Param(jnp.ones(shape, FORMATS[form].scale))
+        self.weight, self.numbers, self.scales = weight, numbers, scales
 
     def __call__(self, rows: Int[Array, "*n"]) -> Float[Array, "*n width"]:
         """Rows by number, float32: exactly what they stand for."""

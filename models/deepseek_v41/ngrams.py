@@ -60,7 +60,8 @@ def table_rows(
 
 def _times(ids: Int[Array, "*n"], multiplier: int) -> list[UInt32[Array, "*n"]]:
     """Products as bytes, the lowest first."""
-    carry, product = jnp.zeros(ids.shape, jnp.uint32), []
+    carry = jnp.zeros(ids.shape, jnp.uint32)
+    product: list[UInt32[Array, "*n"]] = []
     for byte in multiplier.to_bytes(_BYTES, "little"):
         carry = carry + ids.astype(jnp.uint32) * jnp.uint32(byte)
         product.append(carry & jnp.uint32(255))

@@ -140,10 +140,11 @@ def _attend(
     positions: Int[Array, "b 1"],
     opened: _Opened,
     layer: int,
-    row: Float[Array, "b 1 width"],
+    row: Float[Array, "b 1 width"] | None,
     query: Float[Array, "b 1 heads width"],
 ) -> tuple[Attended, _Opened]:
     """Store the row of one layer, and attend to the selected ones."""
+    assert row is not None  # every layer of these models has its own
     latent, number = served.geometry.row.value_width, first + layer
     rows = _put(opened.cache.rows[number], row, positions)
     chosen = jax.vmap(lambda r, s: r[s])(rows, jnp.maximum(opened.selected, 0))
