@@ -87,7 +87,7 @@ def parse_v41_config(raw: Mapping[str, Any]) -> V41Config:
             "compress_theta": rope_theta(stretched, ("default", "yarn")),
             "yarn": yarn(stretched),
             "hc_eps": number(raw, "hc_eps", 1e-6),
-            "norm_eps": number(raw, "rms_norm_eps"),
+            "norm_eps": number(raw, "rms_norm_eps", 1e-20),
             "bos_id": raw.get("bos_token_id"),
             "eos_ids": eos_ids(raw),
             "param_dtype": raw.get("dtype") or raw.get("torch_dtype") or "bfloat16",
