@@ -142,7 +142,7 @@ def test_rejected_tokens_leave_no_trace(policy):
 def test_small_history_is_rounded_once(form):
     """Other logits than in float32, and the same ones under every policy and of a whole text."""
     expected, _, _ = dense(TOKENS, form)
-    assert 1e-3 < np.abs(expected - LOGITS).max() < 4.0
+    assert 1e-3 < np.abs(expected - LOGITS).max() < 8.0  # selections differ too
     found = []
     for policy in ("resident", "fixed"):
         cfg = config(*POLICIES[policy], form=form)
