@@ -19,7 +19,7 @@ class Difference:
         what: what was compared.
         request: name of the request.
         step: decode step, from 1; 0 is the end of the prompt.
-        layer: of those that have rows in records, from 0.
+        layer: of those that attend over records, from 0.
         position: of the token.
         detail: the numbers.
     """

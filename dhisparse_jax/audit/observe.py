@@ -17,6 +17,7 @@ from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.group import OpenGroup, close_group
 from dhisparse_jax.hierarchy.retrieve import Attended
+from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran, ServedModel
 from dhisparse_jax.pytree import state as pytree
@@ -26,22 +27,33 @@ from pallas_kernels.plan.types import PlanCounts
 
 
 @pytree
-class Seen:
-    """What one group of a step did.
+class Chosen:
+    """What one selection of a group found.
 
     Attributes:
         selection: int32 selected records of every query.
         location: int32 slot of each.
-        records: what was in these slots when the group's attention was done; zeros for none.
-        attended: what each layer's attention gave.
+        records: what was in these slots when its layers had attended; zeros for none.
         counts: what the plan found.
     """
 
     selection: Int[Array, "R T K"]
     location: Int[Array, "R T K"]
     records: Int[Array, "R T K W"]
-    attended: tuple[Float[Array, "R T H value"], ...]
     counts: PlanCounts
+
+
+@pytree
+class Seen:
+    """What one group of a step did.
+
+    Attributes:
+        chosen: its selections; one, but where layers select again.
+        attended: what each layer's attention over records gave.
+    """
+
+    chosen: tuple[Chosen, ...]
+    attended: tuple[Float[Array, "R T H value"], ...]
 
 
 class Outcome(NamedTuple):
@@ -129,36 +141,41 @@ class _Between:
         beside: Beside | None = None,
     ) -> Ran[Opened]:
         attended: list[Float[Array, "R T H value"]] = []
+        chosen: list[Chosen] = []
+
+        def look(opened: Opened) -> None:
+            # What `step.forward` opens; the next selection may take the slots of this one.
+            chosen.append(_chosen(self._cfg, pool, cast("OpenGroup", opened)))
+
+        def open_it(index: IndexInputs, opened: Opened | None = None) -> Opened:
+            if opened is None:
+                return open_group(index)
+            look(opened)
+            return open_group(index, opened)
 
         def attend_it(
             opened: Opened,
             layer: int,
-            row: Float[Array, "R E width"],
+            row: Float[Array, "R E width"] | None,
             query: Float[Array, "R T H width"],
         ) -> tuple[Attended, Opened]:
             result, opened = attend(opened, layer, row, query)
             attended.append(result.values)
             return result, opened
 
-        ran = self._model.run_group(params, pool, x, positions, open_group, attend_it, taps, beside)
-        opened = cast("OpenGroup", ran.opened)  # what `step.forward` opens
-        self.seen.append(_seen(self._cfg, pool, opened, tuple(attended)))
+        ran = self._model.run_group(params, pool, x, positions, open_it, attend_it, taps, beside)
+        look(ran.opened)
+        self.seen.append(Seen(chosen=tuple(chosen), attended=tuple(attended)))
         return ran
 
 
-def _seen(
-    cfg: HierarchyConfig,
-    pool: int,
-    opened: OpenGroup,
-    attended: tuple[Float[Array, "R T H value"], ...],
-) -> Seen:
+def _chosen(cfg: HierarchyConfig, pool: int, opened: OpenGroup) -> Chosen:
     number, _ = cfg.hot_pool_of(pool)
     slots, location = close_group(opened, cfg, pool).hot[number].slots, opened.plan.location
     found = slots[jnp.maximum(location, 0)]
-    return Seen(
+    return Chosen(
         selection=opened.selection,
         location=location,
         records=jnp.where((location != NO_SLOT)[..., None], found, 0),
-        attended=attended,
         counts=opened.plan.counts,
     )

@@ -41,11 +41,13 @@ def compare_records(pair: Pair, sizes: Sizes, level: Level) -> None:
     found: list[Difference] = []
     cfg = sizes.audited
     level.counts["steps"] += 1
-    rows = host_rows(pair.state, cfg)
     for pool in range(cfg.pools):
+        rows = host_rows(pair.state, cfg, pool)
         for row in range(len(pair.names)):
             one = _Row(pair, sizes, pool, row, rows[row])
-            found += [*_plan(one, level), *_selected(one, level), *_state(one, level)]
+            for mine, wanted in one.chosen():
+                found += [*_plan(one, mine, level), *_selected(one, mine, wanted, level)]
+            found += _state(one, level)
     found += _lengths(pair)
     report = check_invariants(pair.state, cfg)
     level.counts["invariants"] += len(report)
@@ -65,9 +67,15 @@ class _Row:
         self.pair, self.sizes, self.pool, self.row = pair, sizes, pool, row
         self.cfg, self.host_rows = sizes.audited, rows
         self.accepted = int(pair.accepted[row])
-        self.complete = (int(pair.start[row]) + self.accepted) // self.cfg.geometry.rate
-        pick = lambda outcome: jax.tree.map(lambda leaf: leaf[row], outcome.seen[pool])
-        self.mine, self.wanted = pick(pair.audited), pick(pair.resident)
+        self.rate = self.cfg.geometry.rate(pool)
+        self.complete = (int(pair.start[row]) + self.accepted) // self.rate
+
+    def chosen(self) -> Iterator[tuple[Any, Any]]:
+        """Each selection of the group, a `Chosen` of one row, and that of `resident`."""
+        seen = (self.pair.audited.seen[self.pool], self.pair.resident.seen[self.pool])
+        for both in zip(*(one.chosen for one in seen), strict=True):
+            mine, wanted = jax.tree.map(lambda leaf: leaf[self.row], both)
+            yield mine, wanted
 
     def differ(self, what: str, record: int, word: int = 0, detail: str = "") -> Difference:
         """A difference of a record of this row, at an int32 word of it."""
@@ -77,8 +85,8 @@ class _Row:
             what,
             request=self.pair.names[self.row],
             step=self.pair.number,
-            layer=sum(geometry.layers_per_pool[: self.pool]) + place,
-            position=record * geometry.rate,
+            layer=sum(len(seen.attended) for seen in self.pair.audited.seen[: self.pool]) + place,
+            position=record * self.rate,
             detail=detail,
         )
 
@@ -102,15 +110,15 @@ class _Row:
         """Which complete records have a hot slot or a place in the tail, and what is there."""
         count = self.complete
         slot = state.pools[self.pool].slot_of[self.row, :count].copy()
-        newest = np.arange(max(0, count - cfg.tail + cfg.fresh), count, dtype=np.int32)
+        newest = np.arange(max(0, count - cfg.tail + cfg.fresh(self.pool)), count, dtype=np.int32)
         request = jnp.full_like(newest, self.row)
         slot[newest] = layout.tail_slot(cfg, self.pool, request, jnp.asarray(newest))
         return slot >= 0, state.hot[cfg.hot_pool_of(self.pool)[0]].slots[np.maximum(slot, 0)]
 
 
-def _plan(one: _Row, level: Level) -> Iterator[Difference]:
+def _plan(one: _Row, mine: Host, level: Level) -> Iterator[Difference]:
     """Every selected record has one slot, no two share one, and nothing else was planned."""
-    selection, location = one.mine.selection, one.mine.location
+    selection, location = mine.selection, mine.location
     level.counts["selected records"] += int((selection >= 0).sum())
     for query, k in np.argwhere((selection >= 0) != (location >= 0)).tolist():
         record = int(selection[query, k])
@@ -119,7 +127,7 @@ def _plan(one: _Row, level: Level) -> Iterator[Difference]:
     chosen = selection >= 0
     pairs = np.unique(np.stack([selection[chosen], location[chosen]]), axis=1)
     yield from _shared(one, *pairs)
-    counts = {name: int(count) for name, count in one.mine.counts._asdict().items()}
+    counts = {name: int(count) for name, count in mine.counts._asdict().items()}
     level.counts["fetched records"] += counts["fetched"]
     distinct = len(np.unique(selection[chosen]))
     if not distinct == counts["selected"] == sum(counts[x] for x in ("hit", "tail", "fetched")):
@@ -138,9 +146,8 @@ def _shared(
             yield one.differ(what, int(record[at]), detail=f"slot {int(slot[at])}")
 
 
-def _selected(one: _Row, level: Level) -> Iterator[Difference]:
+def _selected(one: _Row, mine: Host, wanted: Host, level: Level) -> Iterator[Difference]:
     """What attention read equals its host bytes, and what `resident` read."""
-    mine, wanted = one.mine, one.wanted
     there = (mine.selection >= 0) & (mine.selection < one.complete)
     record, at = np.unique(mine.selection[there], return_index=True)
     host = one.pair.state.pools[one.pool].host
@@ -155,7 +162,7 @@ def _selected(one: _Row, level: Level) -> Iterator[Difference]:
     own = np.arange(len(mine.selection)) < one.accepted
     for query in np.flatnonzero(own & (mine.selection != wanted.selection).any(axis=1)).tolist():
         position = int(one.pair.start[one.row]) + query
-        yield one.differ("another selection than resident's", position // one.cfg.geometry.rate)
+        yield one.differ("another selection than resident's", position // one.rate)
     same = own[:, None] & (mine.selection == wanted.selection) & (mine.selection >= 0)
     level.counts["records compared with resident's"] += int(same.sum())
     what = "a record that was read is not what resident read"

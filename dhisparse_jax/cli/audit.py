@@ -139,7 +139,7 @@ def prepare(
     loaded = load_model(options.model, options.dtype, options.formats)
     if not prompts:
         geometry = loaded.model.geometry
-        enough = SELECTIONS * geometry.top_k * geometry.rate
+        enough = SELECTIONS * geometry.top_k * geometry.whole
         room = longest_prompt(loaded, options.new_tokens) // 2  # and for what a draft adds
         prompts = default_prompts(max(1, min(enough, room)))
     requests = [

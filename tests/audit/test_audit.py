@@ -96,13 +96,13 @@ def with_hot_leaf(state, **leaves):
 def hot_position(cfg, state, pool=0):
     """A position of row 0 that has a hot slot and none in the tail, and the slot."""
     slot_of = np.array(state.pools[pool].slot_of)[0]
-    tail = int(state.length[0]) + cfg.fresh - cfg.tail
+    tail = int(state.length[0]) + cfg.fresh(pool) - cfg.tail
     position = int(np.flatnonzero(slot_of[:tail] >= 0)[0])
     return position, int(slot_of[position])
 
 
 def host_row(cfg, state, position):
-    return int(host_rows(jax.device_get(state), cfg)[0, position])
+    return int(host_rows(jax.device_get(state), cfg, 0)[0, position])
 
 
 def stale_host_row(cfg, state):
@@ -231,7 +231,7 @@ def test_a_rejected_row_that_is_committed_is_named(monkeypatch):
 def test_outputs_differ_from_the_layer_that_read_wrong_records(monkeypatch):
     def lost(cfg, state):
         host = np.array(state.pools[1].host)
-        host[host_rows(jax.device_get(state), cfg)[0, : int(state.length[0])]] ^= 1
+        host[host_rows(jax.device_get(state), cfg, 1)[0, : int(state.length[0])]] ^= 1
         return with_pool_leaf(state, 1, host=host), None
 
     plant(monkeypatch, lost, [])
@@ -271,8 +271,8 @@ def plan_one_slot_for_two(monkeypatch):
     """The first two selected records are planned to be in the same slot."""
     plan = group.plan
 
-    def merged(*arguments):
-        result, state = plan(*arguments)
+    def merged(*arguments, **options):
+        result, state = plan(*arguments, **options)
         location = result.location.at[:, :, 1].set(result.location[:, :, 0])
         return result._replace(location=location), state
 
