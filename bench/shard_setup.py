@@ -1,0 +1,150 @@
+"""What the cells of a decode benchmark have in common: the model, the drafts, what is replayed."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.replayed import ReplayedDraft
+from bench.shard_cells import Cell, replaying
+from bench.shard_model import Replay, ShardModel, ShardParams
+from bench.shard_weights import Weights, abstract_weights
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.configs.presets import GLM_PRESETS
+from dhisparse_jax.models.draft.block import Vocabulary
+from dhisparse_jax.models.draft.checkpoint import abstract_model
+from dhisparse_jax.models.draft.config import DraftConfig, MarkovConfig, SelectorConfig
+from dhisparse_jax.models.draft.drafter import drafter_of
+from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
+
+HOST_PAGE = 16
+
+
+def cut(config: GlmConfig, layers: int | None) -> GlmConfig:
+    """The first layers of a model; None: all."""
+    count = layers or config.num_layers
+    return dataclasses.replace(
+        config,
+        num_layers=count,
+        num_dense_layers=min(config.num_dense_layers, count),
+        indexer_types=config.indexer_types[:count],
+    )
+
+
+def draft_config(kind: str, target: GlmConfig) -> DraftConfig:
+    """Sizes of a draft for GLM-5.x: block 8, five layers, windows of 2,048.
+
+    Width, taps (evenly spread), heads and rope are those published for drafts of GLM-5.2; the
+    inner width is that of the target's dense layers. Of GLM-5.3-DFlash2 only the number of layers
+    and the block are public. DSpark: three layers, whose anchor proposes too, and 7 proposals.
+    """
+    layers = 5 if kind == "dflash2" else 3
+    heads = max(1, target.num_heads)
+    spread = [round(1 + i * (target.num_layers - 3) / 4) for i in range(5)]
+    return DraftConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.dense_intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 4),
+        head_dim=64,
+        target_hidden_size=target.hidden_size,
+        target_layers=target.num_layers,
+        taps=tuple(sorted(set(spread))),
+        mask_token_id=target.vocab_size - 1,
+        block_size=8 if kind == "dflash2" else 7,
+        anchor_first=kind == "dspark",
+        windows=(2048,) * layers,
+        causal=(False,) * layers,
+        rope_theta=target.rope_theta,
+        selector=SelectorConfig() if kind == "dflash2" else None,
+        markov=MarkovConfig() if kind == "dspark" else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Shapes of everything, for one draft.
+
+    Attributes:
+        model: the share.
+        drafter: with replayed acceptance.
+        params: shapes of weights and replay.
+        draft_params: shapes of the draft's.
+        capacity: positions per request.
+        host_pages: of all cells.
+    """
+
+    model: ShardModel
+    drafter: Drafter
+    params: ShardParams
+    draft_params: Any
+    capacity: int
+    host_pages: int
+
+    def config(self, cell: Cell) -> HierarchyConfig:
+        """Sizes of the hierarchy of a cell."""
+        return cell.config(
+            self.model.geometry, self.capacity, self.drafter.length + 1, self.host_pages
+        )
+
+
+def capacity_of(context: int, room: int) -> int:
+    """Positions of a request that starts at `context` and may grow by `room`, in whole pages."""
+    return -(-(context + room) // HOST_PAGE) * HOST_PAGE
+
+
+def drafter_for(kind: str, target: GlmConfig, weights: Weights, dtype: str) -> tuple[Drafter, Any]:
+    """A drafter, and shapes of its weights."""
+    if kind == "none":
+        return NO_DRAFT.drafter, ()
+    config = draft_config(kind, target)
+    vocabulary = Vocabulary(weights.embedding, weights.head)
+    return drafter_of(abstract_model(config, jnp.dtype(dtype)), config, vocabulary)
+
+
+def abstract_setup(
+    name: str,
+    *,
+    layers: int | None,
+    context: int,
+    room: int,
+    draft: str,
+    requests: int,
+    traces: int,
+    gpus: int = 8,
+) -> Setup:
+    """Shapes of everything for one draft; nothing is allocated."""
+    config = cut(GLM_PRESETS[name], layers)
+    model = ShardModel(config=config, experts=max(1, config.num_experts // gpus))
+    weights = abstract_weights(config, model.experts)
+    inner, draft_weights = drafter_for(draft, config, weights, model.dtype)
+    queries = inner.length + 1
+    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    replay = Replay(
+        on=flag,
+        selections=i32(traces, room + queries, config.index_top_k),
+        trace=i32(len(config.groups), requests),
+        history=i32(),
+        text=i32(requests, queries),
+    )
+    draft_params = ReplayedDraft(
+        inner=draft_weights,
+        on=flag,
+        text=replay.text,
+        survival=jax.ShapeDtypeStruct((inner.length,), jnp.float32),
+        key=jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    capacity = capacity_of(context, room)
+    return Setup(
+        model=model,
+        drafter=replaying(inner, config.vocab_size),
+        params=ShardParams(weights=weights, replay=replay),
+        draft_params=draft_params if inner.length else (),
+        capacity=capacity,
+        host_pages=requests * (capacity // HOST_PAGE),
+    )
