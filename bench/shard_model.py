@@ -191,6 +191,11 @@ def times(x: Float[Array, "*n in"], matrix: Matrix) -> Float[Array, "*n out"]:
     return (sums * matrix.scale).astype(x.dtype)
 
 
+def wide_product(x: Float[Array, "*n in"], matrix: Float[Array, "out in"]) -> Float[Array, "*n out"]:
+    """`x` times a bfloat16 matrix, products and sums in float32."""
+    return jnp.einsum("...k,nk->...n", x, matrix, preferred_element_type=jnp.float32)
+
+
 def times_each(x: Float[Array, "e m in"], matrix: Matrix) -> Float[Array, "e m out"]:
     """Every block of rows times its own matrix."""
     numbers = matrix.numbers.astype(x.dtype)
@@ -261,7 +266,7 @@ def index_inputs(
     weight, bias = indexer.key_norm.astype(jnp.float32)
     key = (normalised(key, config.index_norm_eps) * weight + bias).astype(x.dtype)
     factor = (config.index_heads * config.index_dim) ** -0.5
-    weights = jnp.matmul(x, indexer.heads, preferred_element_type=jnp.float32) * factor
+    weights = wide_product(x, indexer.heads) * factor
     return IndexInputs(
         queries=turn(heads, positions[..., None]), weights=weights, keys=turn(key, positions)
     )
@@ -271,7 +276,7 @@ def route(
     config: GlmConfig, moe: Moe, x: Float[Array, "R T D"]
 ) -> tuple[Int[Array, "R T chosen"], Float[Array, "R T chosen"]]:
     """Experts of every token and the weights of their outputs, as `models.glm.moe.Router`."""
-    scores = jax.nn.sigmoid(jnp.matmul(x, moe.router, preferred_element_type=jnp.float32))
+    scores = jax.nn.sigmoid(wide_product(x, moe.router))
     _, expert = jax.lax.top_k(scores + moe.bias, config.experts_per_token)
     weight = jnp.take_along_axis(scores, expert, axis=-1)
     weight = weight / (weight.sum(axis=-1, keepdims=True) + 1e-20)

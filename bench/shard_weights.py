@@ -57,7 +57,7 @@ class Indexer:
     queries: Matrix
     keys: Matrix
     key_norm: Float[Array, "2 index"]
-    heads: Float[Array, "D heads"]
+    heads: Float[Array, "heads D"]
 
 
 @pytree
@@ -72,7 +72,7 @@ class Mlp:
 class Moe:
     """Router, the experts that are on this GPU, and the shared one."""
 
-    router: Float[Array, "D experts"]
+    router: Float[Array, "experts D"]
     bias: Float[Array, " experts"]
     experts: Mlp
     shared: Mlp
@@ -151,14 +151,14 @@ def _indexer(config: GlmConfig) -> Indexer:
         queries=_matrix(config.index_heads * config.index_dim, config.q_lora_rank),
         keys=_matrix(config.index_dim, config.hidden_size),
         key_norm=_leaf((2, config.index_dim)),
-        heads=_leaf((config.hidden_size, config.index_heads)),
+        heads=_leaf((config.index_heads, config.hidden_size)),
     )
 
 
 def _moe(config: GlmConfig, experts: int) -> Moe:
     width, inner = config.hidden_size, config.expert_intermediate_size
     return Moe(
-        router=_leaf((width, config.num_experts)),
+        router=_leaf((config.num_experts, width)),
         bias=_leaf((config.num_experts,), jnp.float32),
         experts=_mlp(width, inner, experts),
         shared=_mlp(width, config.num_shared_experts * inner),
@@ -179,42 +179,46 @@ def _leaf(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:  # noqa: AN
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def random_like(shapes: Any, seed: int = 0) -> Any:  # noqa: ANN401  # any pytree
-    """Random arrays of these shapes, each made on the device by a program of its own shape.
+def random_weights(shapes: Weights, seed: int = 0) -> Weights:
+    """All weights; layers that are alike are made by one program."""
+    key = jax.random.key(seed, impl="rbg")
+    layers = [
+        random_like(layer, jax.random.fold_in(key, number))
+        for number, layer in enumerate(shapes.layers)
+    ]
+    rest = random_like(
+        (shapes.embedding, shapes.head, shapes.norm), jax.random.fold_in(key, len(layers))
+    )
+    return Weights(embedding=rest[0], head=rest[1], norm=rest[2], layers=tuple(layers))
 
-    Leaves named `scale` keep activations of fp8 matrices at their size, vectors (norms) lie around
-    1, other matrices have a variance of one over their first axis.
+
+def random_like(shapes: Any, key: Array) -> Any:  # noqa: ANN401  # any pytree
+    """Random arrays of these shapes, made on the device.
+
+    Scales of fp8 matrices keep activations at their size, vectors (norms) lie around 1, and other
+    matrices have a variance of one over their last axis.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(shapes)
     fan_in = {path[:-1]: leaf.shape[-1] for path, leaf in flat if leaf.dtype == FP8}
-    leaves = []
-    for number, (path, leaf) in enumerate(flat):
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
-        if path[:-1] in fan_in and leaf.dtype != FP8:
-            mean = 1 / (RMS * math.sqrt(fan_in[path[:-1]]))
-            leaves.append(_around(key, leaf.shape, leaf.dtype, mean))
-        elif leaf.dtype == FP8:
-            leaves.append(_numbers(key, leaf.shape))
-        elif len(leaf.shape) == 1:
-            leaves.append(_around(key, leaf.shape, leaf.dtype, 1.0))
-        else:
-            leaves.append(_normal(key, leaf.shape, leaf.dtype))
-    return jax.tree.unflatten(structure, leaves)
+    kinds = tuple(
+        (leaf.shape, leaf.dtype, fan_in.get(path[:-1]) if leaf.dtype != FP8 else None)
+        for path, leaf in flat
+    )
+    return jax.tree.unflatten(structure, _made(key, kinds))
 
 
 @partial(jax.jit, static_argnums=1)
-def _numbers(key: Array, shape: tuple[int, ...]) -> Float[Array, "*n out in"]:
-    """Random e4m3, none of them NaN."""
-    bits = jax.random.bits(key, shape, jnp.uint8)
-    return jax.lax.bitcast_convert_type(bits & RANDOM_BITS | FIXED_BITS, FP8)
+def _made(key: Array, kinds: tuple[tuple[Any, Any, int | None], ...]) -> list[Array]:
+    return [
+        _one(jax.random.fold_in(key, number), *kind) for number, kind in enumerate(kinds)
+    ]
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _around(key: Array, shape: tuple[int, ...], dtype: Any, mean: float) -> Array:  # noqa: ANN401
-    """Uniform, within 10 % of a mean."""
-    return (mean * jax.random.uniform(key, shape, jnp.float32, 0.9, 1.1)).astype(dtype)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:  # noqa: ANN401
-    return (jax.random.normal(key, shape, jnp.bfloat16) * shape[0] ** -0.5).astype(dtype)
+def _one(key: Array, shape: tuple[int, ...], dtype: Any, fan_in: int | None) -> Array:  # noqa: ANN401
+    if dtype == FP8:  # none of them is NaN
+        bits = jax.random.bits(key, shape, jnp.uint8)
+        return jax.lax.bitcast_convert_type(bits & RANDOM_BITS | FIXED_BITS, FP8)
+    if fan_in or len(shape) == 1:
+        mean = 1 / (RMS * math.sqrt(fan_in)) if fan_in else 1.0
+        return (mean * jax.random.uniform(key, shape, jnp.float32, 0.9, 1.1)).astype(dtype)
+    return (jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5).astype(dtype)
