@@ -1,6 +1,6 @@
-"""One decode GPU of a deployment: GLM-5.3 at real per-GPU shapes, policies and drafts in one run.
+"""One decode GPU of a deployment: GLM-5.3 at real per-GPU shapes, policies and drafts.
 
-The step is the library's own (`dhisparse_jax.step.decode_step`), with its hierarchy and its kernels,
+The step is the library's own (`dhisparse_jax.step.decode_step`), with its hierarchy and kernels,
 over one GPU's share of the model (`bench.shard_model`). What is executed and what is modelled is
 said at the top of every result. Layers are unrolled, since a loop over stacked weights copies each
 layer's slice.
@@ -12,7 +12,7 @@ layer's slice.
 import dataclasses
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,29 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
+from jaxtyping import Int
 
 from bench.record import environment, save, write
 from bench.replayed import (
     PUBLISHED_SURVIVAL,
-    PUBLISHED_TOKENS_PER_STEP,
     ReplayedDraft,
     followed,
     selections,
-    tokens_per_step,
 )
 from bench.roofline import Floors, measure_floors
 from bench.shard_cells import Cell
 from bench.shard_memory import Account, account, fitting_rows, resident_requests
-from bench.shard_run import Loaded, Plan, Program, compile_step, replay_arrays, run_cell
+from bench.shard_model import Replay, ShardParams
+from bench.shard_report import console, ratios, said, table_of, tell
+from bench.shard_run import Loaded, Plan, compile_step, replay_arrays, run_cell
 from bench.shard_setup import Setup, abstract_setup
 from bench.shard_state import host_pools, patterns
-from bench.shard_weights import random_like, random_weights
+from bench.shard_weights import Weights, random_like, random_weights
 from dhisparse_jax.config import Policy
 from dhisparse_jax.models.draft.drafter import DrafterParams
 from dhisparse_jax.models.glm.costs import Rates
-from dhisparse_jax.speculation.protocol import Drafter
 
 CELLS = ("resident", "fixed", "adaptive", "fixed_dflash2", "adaptive_dflash2")
 FIXED_ROWS = 2
@@ -50,8 +48,6 @@ FIXED_ROWS = 2
 
 DISABLED = "--xla_disable_hlo_passes=rematerialization"
 """Weights fill the memory, which makes XLA compute things twice to save what is left."""
-
-console = Console(stderr=True)
 
 
 def main(  # noqa: PLR0913  # a command's options
@@ -95,10 +91,8 @@ def main(  # noqa: PLR0913  # a command's options
     document: dict[str, Any] = {
         "bench": "decode_gpu",
         **environment(),
-        **_said(setups[drafts[0]], requests, context, layers, gpus, floors),
-        "memory_gb": {
-            cell.name: _gb(account(setups[cell.draft], cell)) for cell in made
-        },
+        **said(setups[drafts[0]], requests, context, layers, gpus, floors),
+        "memory_gb": {cell.name: _gb(account(setups[cell.draft], cell)) for cell in made},
         "cells": {},
     }
     console.print_json(data={key: document[key] for key in ("executed", "modelled", "memory_gb")})
@@ -111,24 +105,36 @@ def main(  # noqa: PLR0913  # a command's options
         repeated = patterns(base)
         hosts = host_pools(base, repeated)
         clock.mark("host pools")
-        loaded = _load(setups, context, room)
-        jax.block_until_ready([each.params for each in loaded.values()])
+        weights = random_weights(setups[drafts[0]].params.weights)
+        jax.block_until_ready(weights)
         clock.mark("weights")
-        for cell in made:
-            program = _compiled(compiling.pop(cell.name))
-            clock.mark(f"waiting for {cell.name}")
-            ran = run_cell(
-                loaded[cell.draft], cell, program, repeated, hosts, context, plan, _rates(floors)
-            )
-            hosts = ran.hosts
-            del program
-            clock.mark(cell.name)
-            document["cells"][cell.name] = ran.figures
-            document["seconds"] = dict(clock.marks)
-            save(document, json)
-            _tell(cell.name, ran.figures)
-    document |= {"ratios": _ratios(document["cells"])}
-    console.print(_table(document["cells"]))
+        # All of them before the first cell: autotuning needs memory too.
+        programs = {name: future.result() for name, future in compiling.items()}
+        clock.mark("waiting for programs")
+    chosen = _chosen(setups[drafts[0]], context, room)
+    loaded: dict[str, Loaded] = {}
+    for cell in made:
+        if cell.draft not in loaded:
+            loaded.clear()  # weights of one draft at a time
+            loaded[cell.draft] = _load(setups[cell.draft], weights, chosen, context)
+        ran = run_cell(
+            loaded[cell.draft],
+            cell,
+            programs.pop(cell.name),
+            repeated,
+            hosts,
+            context,
+            plan,
+            _rates(floors),
+        )
+        hosts = ran.hosts
+        clock.mark(cell.name)
+        document["cells"][cell.name] = ran.figures
+        document["seconds"] = dict(clock.marks)
+        save(document, json)
+        tell(cell.name, ran.figures)
+    document |= {"ratios": ratios(document["cells"])}
+    console.print(table_of(document["cells"]))
     write(document, json)
 
 
@@ -139,10 +145,6 @@ def _prepare(host_gb: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if DISABLED not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {DISABLED}".strip()
-
-
-def _compiled(future: "Future[Program]") -> Program:
-    return future.result()
 
 
 class _Clock:
@@ -184,34 +186,31 @@ def _shapes(setup: Setup) -> Loaded:
     return Loaded(setup, setup.params, setup.draft_params, 0)
 
 
-def _load(setups: dict[str, Setup], context: int, room: int) -> dict[str, Loaded]:
-    """Weights and what is replayed, on the device; all drafts share the target's weights."""
-    first = next(iter(setups.values()))
-    config = first.model.config
-    weights = random_weights(first.params.weights)
-    replay = first.params.replay
-    traces, rows, k = replay.selections.shape
-    del rows
-    chosen = selections(traces, k=k, history=context, rows=room + 8)
-    loaded = {}
-    for draft, setup in setups.items():
-        shapes = setup.params.replay
-        rng = np.random.default_rng(0)
-        text = rng.integers(0, config.vocab_size, shapes.text.shape, np.int32)
-        own = replay_arrays(
-            shapes,
-            chosen[:, : shapes.selections.shape[1]],
-            followed(len(config.groups), shapes.text.shape[0], traces),
-            text,
-            context,
-        )
-        params = type(setup.params)(weights=weights, replay=own)
-        size, draft_params = _draft_params(setup, setup.drafter, weights, own)
-        loaded[draft] = Loaded(setup, params, draft_params, size)
-    return loaded
+def _chosen(setup: Setup, context: int, room: int) -> Int[np.ndarray, "traces rows K"]:
+    traces, _, k = setup.params.replay.selections.shape
+    return selections(traces, k=k, history=context, rows=room + 8)
 
 
-def _draft_params(setup: Setup, drafter: Drafter, weights: Any, replay: Any) -> tuple[int, Any]:  # noqa: ANN401
+def _load(
+    setup: Setup, weights: Weights, chosen: Int[np.ndarray, "traces rows K"], context: int
+) -> Loaded:
+    """What is replayed, and the draft's weights, on the device."""
+    config, shapes = setup.model.config, setup.params.replay
+    rng = np.random.default_rng(0)
+    replay = replay_arrays(
+        shapes,
+        chosen[:, : shapes.selections.shape[1]],
+        followed(len(config.groups), shapes.text.shape[0], len(chosen)),
+        rng.integers(0, config.vocab_size, shapes.text.shape, np.int32),
+        context,
+    )
+    size, draft = _draft_params(setup, weights, replay)
+    return Loaded(setup, ShardParams(weights=weights, replay=replay), draft, size)
+
+
+def _draft_params(
+    setup: Setup, drafter: Drafter, weights: Weights, replay: Replay
+) -> tuple[int, Any]:
     if not drafter.length:
         return 0, ()
     shapes = setup.draft_params.inner
@@ -239,85 +238,13 @@ def _floors(model: str) -> Floors:
 
 
 def _rates(floors: Floors) -> Rates:
-    return Rates(hbm=1e9 * floors.hbm_gbps, link=1e9 * floors.h2d_gbps, flops=1e12 * floors.bf16_tflops)
+    return Rates(
+        hbm=1e9 * floors.hbm_gbps, link=1e9 * floors.h2d_gbps, flops=1e12 * floors.bf16_tflops
+    )
 
 
 def _gb(each: Account) -> dict[str, float]:
     return {kind: round(size / 1e9, 3) for kind, size in each.bytes.items()}
-
-
-def _said(
-    setup: Setup, requests: int, context: int, layers: int | None, gpus: int, floors: Floors
-) -> dict[str, Any]:
-    """What every result says at its top."""
-    config = setup.model.config
-    return {
-        "model": {
-            "layers": config.num_layers,
-            "of": "all layers" if layers is None else f"the first {layers}",
-            "experts_here": setup.model.experts,
-            "experts": config.num_experts,
-            "gpus": gpus,
-            "groups": [len(group) for group in config.groups],
-        },
-        "floors": floors._asdict(),
-        "executed": [
-            f"decode_step of the library, {requests} requests x {context} positions, all kernels",
-            f"{config.num_layers} layers: attention, indexer with top-K, norms, router, shared "
-            f"expert, {setup.model.experts} of {config.num_experts} experts, head; weights random, "
-            "fp8 with a scale per output channel, bfloat16 products",
-            "the draft model, with random weights, its ring full",
-            "host pools of full size in pinned memory; retrieval, backup, adaptation",
-        ],
-        "modelled": [
-            "selections: calibrated traces (bench.traces) in place of the indexer's, whose scores "
-            "and top-K are computed all the same",
-            f"experts: {gpus} GPUs' tokens as uniform picks, so that each expert has the load that "
-            "they send; no all-to-all",
-            f"acceptance: survival by position {PUBLISHED_SURVIVAL}, "
-            f"{tokens_per_step(PUBLISHED_SURVIVAL):.2f} tokens per step (published for a DSpark of "
-            f"GLM-5.2; the mean published beside it is {PUBLISHED_TOKENS_PER_STEP})",
-            "sizes of the draft, as far as they are not published (bench.shard_setup.draft_config)",
-            "one host per GPU: the link is not shared",
-        ],
-    }
-
-
-def _ratios(cells: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of each cell, in units of `fixed` and of `adaptive`."""
-    found = {}
-    for base in ("resident", "fixed", "adaptive"):
-        if base in cells:
-            for name, cell in cells.items():
-                found[f"{name}/{base}"] = cell["tokens_per_s"] / cells[base]["tokens_per_s"]
-    return found
-
-
-def _tell(name: str, figures: dict[str, Any]) -> None:
-    console.print(
-        f"[bold]{name}[/]: {figures['tokens_per_s']:.1f} tokens/s, step {figures['step_ms']:.2f} ms "
-        f"(floor {figures['floor_ms']:.2f}), TPOT {figures['tpot_ms']:.2f} ms, "
-        f"fetched {figures['fetched_share']:.2%}, link {figures['link_gb_per_step']:.3f} GB/step"
-    )
-    console.print({k: round(v, 3) for k, v in figures["stages_ms"].items()})
-
-
-def _table(cells: dict[str, Any]) -> Table:
-    table = Table(title="One decode GPU")
-    for name in ("cell", "requests", "tokens/s", "TPOT ms", "step ms", "floor ms", "x", "fetched"):
-        table.add_column(name, justify="left" if name == "cell" else "right")
-    for name, each in cells.items():
-        table.add_row(
-            name,
-            str(each["requests"]),
-            f"{each['tokens_per_s']:.1f}",
-            f"{each['tpot_ms']:.2f}",
-            f"{each['step_ms']:.2f}",
-            f"{each['floor_ms']:.2f}",
-            f"{each['floor_ratio']:.2f}",
-            f"{each['fetched_share']:.2%}",
-        )
-    return table
 
 
 if __name__ == "__main__":

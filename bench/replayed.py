@@ -132,9 +132,7 @@ def accepted_proposals(
     return (chance[:, None] < survival[None]).sum(axis=1, dtype=jnp.int32)
 
 
-def selections(
-    count: int, *, k: int, history: int, rows: int
-) -> Int[np.ndarray, "traces rows K"]:
+def selections(count: int, *, k: int, history: int, rows: int) -> Int[np.ndarray, "traces rows K"]:
     """What so many texts select from position `history` on, ascending.
 
     Positions are named in the order of their last selection, so what an admission keeps, the newest

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Int, Array
+from jaxtyping import Array, Int
 
 from bench.replayed import ReplayedDraft, ReplayedDrafter
 from bench.shard_model import ShardModel, ShardParams
@@ -19,6 +19,7 @@ from dhisparse_jax.speculation.protocol import Drafter, DraftState, NoDraft
 from dhisparse_jax.speculation.ring import Ring
 from dhisparse_jax.speculation.schedule import Profile, init_load
 from dhisparse_jax.step import DecodeState, Speculation, no_texts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -38,7 +39,9 @@ class Cell:
     requests: int
     hot_rows: int
 
-    def config(self, geometry: Geometry, capacity: int, queries: int, pages: int) -> HierarchyConfig:
+    def config(
+        self, geometry: Geometry, capacity: int, queries: int, pages: int
+    ) -> HierarchyConfig:
         """Sizes of its hierarchy; `pages` of host memory, whatever the cell."""
         return HierarchyConfig(
             geometry=geometry,

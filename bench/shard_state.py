@@ -19,7 +19,6 @@ from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.geometry import Geometry
-from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.formats import StoredKeys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.keys import packed_keys
 from dhisparse_jax.hierarchy.state import (
@@ -54,7 +53,13 @@ def patterns(cfg: HierarchyConfig, seed: int = 0) -> list[Pattern]:
     """The pattern of every pool; the same for all cells of a model."""
     key = jax.random.key(seed)
     return [
-        _pattern(cfg.geometry, layers, cfg.record_words(pool), cfg.key_words, jax.random.fold_in(key, pool))
+        _pattern(
+            cfg.geometry,
+            layers,
+            cfg.record_words(pool),
+            cfg.key_words,
+            jax.random.fold_in(key, pool),
+        )
         for pool, layers in enumerate(cfg.geometry.layers_per_pool)
     ]
 

@@ -166,9 +166,7 @@ def _moe(config: GlmConfig, experts: int) -> Moe:
 
 
 def _mlp(width: int, inner: int, *several: int) -> Mlp:
-    return Mlp(
-        gate_up=_matrix(*several, 2 * inner, width), down=_matrix(*several, width, inner)
-    )
+    return Mlp(gate_up=_matrix(*several, 2 * inner, width), down=_matrix(*several, width, inner))
 
 
 def _matrix(*shape: int) -> Any:  # noqa: ANN401  # shapes in place of arrays
@@ -209,9 +207,7 @@ def random_like(shapes: Any, key: Array) -> Any:  # noqa: ANN401  # any pytree
 
 @partial(jax.jit, static_argnums=1)
 def _made(key: Array, kinds: tuple[tuple[Any, Any, int | None], ...]) -> list[Array]:
-    return [
-        _one(jax.random.fold_in(key, number), *kind) for number, kind in enumerate(kinds)
-    ]
+    return [_one(jax.random.fold_in(key, number), *kind) for number, kind in enumerate(kinds)]
 
 
 def _one(key: Array, shape: tuple[int, ...], dtype: Any, fan_in: int | None) -> Array:  # noqa: ANN401

@@ -8,7 +8,6 @@ from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.index_scores import mosaic, reference, triton
 from pallas_kernels.index_scores.types import Keys
 
-
 # Traced and lowered once for all groups of layers: see `sparse_attention.api`.
 _mosaic = jax.jit(mosaic.index_scores)
 _triton = jax.jit(triton.index_scores)

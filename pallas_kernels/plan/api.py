@@ -6,7 +6,6 @@ from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.plan import reference, triton
 from pallas_kernels.plan.types import PlanInput, PlanResult, PlanTables
 
-
 # Traced and lowered once for all groups of layers: see `sparse_attention.api`.
 _triton = jax.jit(triton.plan, static_argnames="page_slots")
 

@@ -13,7 +13,6 @@ from pallas_kernels.retrieve.api import check_pools
 from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.retrieve_attend import mosaic, reference
 
-
 # Traced and lowered once for all groups of layers: see `sparse_attention.api`.
 _mosaic = jax.jit(
     mosaic.retrieve_attend, static_argnames=("offset", "row_format", "value_width", "scale")

@@ -8,9 +8,8 @@ from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.sparse_attention import mosaic, reference
 
-
-# Traced and lowered once for all calls with operands of the same shapes: a model of 78 layers has as
-# many calls, and each takes a second.
+# Traced and lowered once for all calls with operands of the same shapes: a model of 78 layers has
+# as many calls, and each takes a second.
 _mosaic = jax.jit(
     mosaic.sparse_attention, static_argnames=("offset", "row_format", "value_width", "scale")
 )

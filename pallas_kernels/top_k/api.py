@@ -6,7 +6,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.top_k import reference, triton
 
-
 # Traced and lowered once for all groups of layers: see `sparse_attention.api`.
 _triton = jax.jit(triton.top_k, static_argnums=1)
 
