@@ -208,13 +208,12 @@ def _load(
     return Loaded(setup, ShardParams(weights=weights, replay=replay), draft, size)
 
 
-def _draft_params(
-    setup: Setup, drafter: Drafter, weights: Weights, replay: Replay
-) -> tuple[int, Any]:
+def _draft_params(setup: Setup, weights: Weights, replay: Replay) -> tuple[int, Any]:
+    drafter = setup.drafter
     if not drafter.length:
         return 0, ()
     shapes = setup.draft_params.inner
-    own = random_like(shapes["draft"], jax.random.key(1, impl="rbg"))
+    own = random_like(shapes["draft"], -1 % 2**20)
     inner = DrafterParams(draft=own, embedding=weights.embedding, head=weights.head)
     survival = [*PUBLISHED_SURVIVAL, *[PUBLISHED_SURVIVAL[-1]] * 8][: drafter.length]
     params = ReplayedDraft(

@@ -4,10 +4,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Float, Int, Shaped
 
 from bench.shard_products import activated, times_each, wide_product
-from bench.shard_weights import Mlp, Moe
+from bench.shard_weights import Mlp, Moe, mixed
 from dhisparse_jax.configs.glm import GlmConfig
 
 SPREAD = 5.5
@@ -35,15 +35,8 @@ def uniform_picks(
     request = jnp.arange(positions.shape[0], dtype=jnp.uint32)[:, None, None]
     pick = jnp.arange(picks, dtype=jnp.uint32)
     where = positions.astype(jnp.uint32)[..., None] * jnp.uint32(4096) + request
-    word = _mixed(where ^ _mixed(pick * jnp.uint32(1024) + jnp.uint32(layer + 1)))
+    word = mixed(where ^ mixed(pick * jnp.uint32(1024) + jnp.uint32(layer + 1)))
     return (word >> 8).astype(jnp.int32) % experts
-
-
-def _mixed(word: UInt32[Array, "*n"]) -> UInt32[Array, "*n"]:
-    """A hash of 32 bits: rounds of multiplication and shift, so that every bit counts."""
-    for factor in (0x7FEB352D, 0x846CA68B):
-        word = (word ^ (word >> 16)) * jnp.uint32(factor)
-    return word ^ (word >> 16)
 
 
 def expert_room(pairs: int, experts: int) -> int:

@@ -166,7 +166,9 @@ def run_cell(
         "hbm_gb": _used_gb(),
         "compile_s": program.seconds,
         "state_s": admitted,
-        "finite": bool(np.isfinite(np.asarray(state.load.query_bytes)).all()),
+        "tokens_as_replayed": all(
+            bool((output.tokens[0] == np.asarray(text)).all()) for output in outputs
+        ),
     }
     return Ran(figures, hosts_of(state.hierarchy))
 

@@ -8,6 +8,7 @@ Host pools repeat a pattern of `PATTERN` random records, so what is on the devic
 equal to the bytes in host memory, and no time depends on it.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int
 
+from bench.shard_weights import random_like
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.formats import StoredKeys, stored_keys, stored_rows
@@ -49,26 +51,23 @@ class HostPool(NamedTuple):
     host_keys: Int[Array, "H Wk"]
 
 
-def patterns(cfg: HierarchyConfig, seed: int = 0) -> list[Pattern]:
+def patterns(cfg: HierarchyConfig) -> list[Pattern]:
     """The pattern of every pool; the same for all cells of a model."""
-    key = jax.random.key(seed)
+    words = cfg.record_words
     return [
-        _pattern(
-            cfg.geometry,
-            layers,
-            cfg.record_words(pool),
-            cfg.key_words,
-            jax.random.fold_in(key, pool),
-        )
+        _pattern(cfg.geometry, layers, words(pool), cfg.key_words, pool)
         for pool, layers in enumerate(cfg.geometry.layers_per_pool)
     ]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _pattern(geometry: Geometry, layers: int, words: int, key_words: int, key: Array) -> Pattern:
-    values = jax.random.normal(key, (PATTERN, layers, geometry.row.width), jnp.float32)
+def _pattern(
+    geometry: Geometry, layers: int, words: int, key_words: int, seed: Int[Array, ""]
+) -> Pattern:
+    shapes = [(PATTERN, layers, geometry.row.width), (PATTERN, geometry.index_width)]
+    wanted = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    values, keys = random_like(wanted, seed)
     records = stored_rows(geometry.row, values).reshape(PATTERN, -1)
-    keys = jax.random.normal(key, (PATTERN, geometry.index_width), jnp.float32)
     stored = stored_keys(geometry, keys)
     return Pattern(
         records=jnp.pad(records, ((0, 0), (0, words - records.shape[1]))),
@@ -193,8 +192,6 @@ def warm_state(
 
 
 def _with_keys(state: HierarchyState, keys: list[StoredKeys]) -> HierarchyState:
-    import dataclasses
-
     pools = tuple(
         dataclasses.replace(pool, index_keys=stored)
         for pool, stored in zip(state.pools, keys, strict=True)

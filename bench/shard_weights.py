@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.pytree import state as pytree
@@ -179,18 +179,12 @@ def _leaf(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:  # noqa: AN
 
 def random_weights(shapes: Weights, seed: int = 0) -> Weights:
     """All weights; layers that are alike are made by one program."""
-    key = jax.random.key(seed, impl="rbg")
-    layers = [
-        random_like(layer, jax.random.fold_in(key, number))
-        for number, layer in enumerate(shapes.layers)
-    ]
-    rest = random_like(
-        (shapes.embedding, shapes.head, shapes.norm), jax.random.fold_in(key, len(layers))
-    )
-    return Weights(embedding=rest[0], head=rest[1], norm=rest[2], layers=tuple(layers))
+    layers = [random_like(layer, seed + number + 1) for number, layer in enumerate(shapes.layers)]
+    embedding, head, norm = random_like((shapes.embedding, shapes.head, shapes.norm), seed)
+    return Weights(embedding=embedding, head=head, norm=norm, layers=tuple(layers))
 
 
-def random_like(shapes: Any, key: Array) -> Any:  # noqa: ANN401  # any pytree
+def random_like(shapes: Any, seed: int | Array) -> Any:  # noqa: ANN401  # any pytree
     """Random arrays of these shapes, made on the device.
 
     Scales of fp8 matrices keep activations at their size, vectors (norms) lie around 1, and other
@@ -202,19 +196,39 @@ def random_like(shapes: Any, key: Array) -> Any:  # noqa: ANN401  # any pytree
         (leaf.shape, leaf.dtype, fan_in.get(path[:-1]) if leaf.dtype != FP8 else None)
         for path, leaf in flat
     )
-    return jax.tree.unflatten(structure, _made(key, kinds))
+    return jax.tree.unflatten(structure, _made(jnp.asarray(seed, jnp.uint32), kinds))
 
 
 @partial(jax.jit, static_argnums=1)
-def _made(key: Array, kinds: tuple[tuple[Any, Any, int | None], ...]) -> list[Array]:
-    return [_one(jax.random.fold_in(key, number), *kind) for number, kind in enumerate(kinds)]
+def _made(
+    seed: UInt32[Array, ""], kinds: tuple[tuple[tuple[int, ...], Any, int | None], ...]
+) -> list[Array]:
+    keys = mixed(seed * 4096 + jnp.arange(len(kinds), dtype=jnp.uint32))
+    return [_one(keys[number], *kind) for number, kind in enumerate(kinds)]
 
 
-def _one(key: Array, shape: tuple[int, ...], dtype: Any, fan_in: int | None) -> Array:  # noqa: ANN401
+def _one(
+    key: UInt32[Array, ""],
+    shape: tuple[int, ...],
+    dtype: Any,  # noqa: ANN401
+    fan_in: int | None,
+) -> Array:
+    """One array. Words are hashed numbers: a generator would keep them all in memory first."""
+    count = math.prod(shape[1:])
+    number = jnp.arange(shape[0], dtype=jnp.uint32)[:, None] * jnp.uint32(count % 2**32)
+    words = mixed(key ^ (number + jnp.arange(count, dtype=jnp.uint32))).reshape(shape)
     if dtype == FP8:  # none of them is NaN
-        bits = jax.random.bits(key, shape, jnp.uint8)
-        return jax.lax.bitcast_convert_type(bits & RANDOM_BITS | FIXED_BITS, FP8)
+        bits = (words >> 24).astype(jnp.uint8) & RANDOM_BITS | FIXED_BITS
+        return jax.lax.bitcast_convert_type(bits, FP8)
+    uniform = (words >> 8).astype(jnp.float32) * 2.0**-23 - 1.0
     if fan_in or len(shape) == 1:
         mean = 1 / (RMS * math.sqrt(fan_in)) if fan_in else 1.0
-        return (mean * jax.random.uniform(key, shape, jnp.float32, 0.9, 1.1)).astype(dtype)
-    return (jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5).astype(dtype)
+        return (mean * (1.0 + 0.1 * uniform)).astype(dtype)
+    return (uniform * (3 / shape[-1]) ** 0.5).astype(dtype)
+
+
+def mixed(word: UInt32[Array, "*n"]) -> UInt32[Array, "*n"]:
+    """A hash of 32 bits: rounds of multiplication and shift, so that every bit counts."""
+    for factor in (0x7FEB352D, 0x846CA68B):
+        word = (word ^ (word >> 16)) * jnp.uint32(factor)
+    return word ^ (word >> 16)
