@@ -62,6 +62,7 @@ def main(  # noqa: PLR0913  # a command's options
     hbm_gb: Annotated[float | None, typer.Option(help="Device memory; default: all.")] = None,
     host_gb: Annotated[int, typer.Option(help="Limit of pinned memory, GiB.")] = 110,
     profile: Annotated[int, typer.Option(help="Steps profiled per cell.")] = 2,
+    expert_kernel: Annotated[str, typer.Option(help="reference (XLA) or triton.")] = "reference",
     jobs: Annotated[int, typer.Option(help="Programs compiled at the same time.")] = 4,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
@@ -82,6 +83,7 @@ def main(  # noqa: PLR0913  # a command's options
             requests=requests,
             traces=max(16, requests),
             gpus=gpus,
+            expert_backend=expert_kernel,  # type: ignore[arg-type]  # checked where it is used
         )
         for draft in drafts
     }

@@ -1,5 +1,6 @@
 """Running a cell: warm-up, timed steps, a profile, and what came of it."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from dhisparse_jax.engine.output import places, unpacked
 from dhisparse_jax.hierarchy.state import HOST_LEAVES, host_sharding
 from dhisparse_jax.models.glm.costs import Rates, StepLoad, stage_seconds, step_seconds, step_work
 from dhisparse_jax.step import StepOutput
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Plan(NamedTuple):
@@ -74,7 +77,9 @@ def compile_step(loaded: Loaded, cell: Cell) -> Program:
     begin = time.perf_counter()
     setup, cfg = loaded.setup, loaded.setup.config(cell)
     operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
-    step = step_program(setup.model, setup.drafter, cfg).lower(*_placed(operands)).compile()
+    with _ONE_AT_A_TIME:  # Python; compilers of several programs may work at once
+        lowered = step_program(setup.model, setup.drafter, cfg).lower(*_placed(operands))
+    step = lowered.compile()
     return Program(step, scopes_of(step.as_text() or ""), time.perf_counter() - begin)
 
 

@@ -18,6 +18,7 @@ from dhisparse_jax.models.draft.checkpoint import abstract_model
 from dhisparse_jax.models.draft.config import DraftConfig, MarkovConfig, SelectorConfig
 from dhisparse_jax.models.draft.drafter import drafter_of
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
+from pallas_kernels.common.backends import Backend
 
 HOST_PAGE = 16
 
@@ -106,7 +107,7 @@ def drafter_for(kind: str, target: GlmConfig, weights: Weights, dtype: str) -> t
     return drafter_of(abstract_model(config, jnp.dtype(dtype)), config, vocabulary)
 
 
-def abstract_setup(
+def abstract_setup(  # noqa: PLR0913  # what a command asks for
     name: str,
     *,
     layers: int | None,
@@ -116,10 +117,15 @@ def abstract_setup(
     requests: int,
     traces: int,
     gpus: int = 8,
+    expert_backend: Backend = "reference",
 ) -> Setup:
     """Shapes of everything for one draft; nothing is allocated."""
     config = cut(GLM_PRESETS[name], layers)
-    model = ShardModel(config=config, experts=max(1, config.num_experts // gpus))
+    model = ShardModel(
+        config=config,
+        experts=max(1, config.num_experts // gpus),
+        expert_backend=expert_backend,
+    )
     weights = abstract_weights(config, model.experts)
     inner, draft_weights = drafter_for(draft, config, weights, model.dtype)
     queries = inner.length + 1
