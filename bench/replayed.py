@@ -97,7 +97,7 @@ class ReplayedDrafter:
         if not self.length:
             return proposal
         accepted = accepted_proposals(params.key, params.survival, length)[:, None]
-        place = jnp.arange(self.length, dtype=jnp.int32)
+        place = jnp.arange(self.length, dtype=jnp.int32)[None]
         wanted = params.text[:, : self.length]
         wanted = jnp.where(place < accepted, wanted, (wanted + 1) % self.vocabulary)
         tokens = jnp.where(params.on, wanted, proposal.tokens)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from bench.shard_products import activated, wide_product
+from bench.shard_products import activated, along_last, wide_product
 from bench.shard_weights import Mlp, Moe, mixed
 from dhisparse_jax.configs.glm import GlmConfig
 from pallas_kernels.common.backends import Backend
@@ -24,7 +24,7 @@ def route(
 ) -> tuple[Int[Array, "R T chosen"], Float[Array, "R T chosen"]]:
     """Experts of every token and the weights of their outputs, as `models.glm.moe.Router`."""
     scores = jax.nn.sigmoid(wide_product(x, moe.router))
-    _, expert = jax.lax.top_k(scores + moe.bias, config.experts_per_token)
+    _, expert = jax.lax.top_k(scores + along_last(moe.bias, scores.ndim), config.experts_per_token)
     weight = jnp.take_along_axis(scores, expert, axis=-1)
     weight = weight / (weight.sum(axis=-1, keepdims=True) + 1e-20)
     return expert, weight * config.routed_scale
@@ -35,7 +35,7 @@ def uniform_picks(
 ) -> Int[Array, "R T picks"]:
     """Random experts, another draw for every request, position, layer and pick."""
     request = jnp.arange(positions.shape[0], dtype=jnp.uint32)[:, None, None]
-    pick = jnp.arange(picks, dtype=jnp.uint32)
+    pick = jnp.arange(picks, dtype=jnp.uint32)[None, None]
     where = positions.astype(jnp.uint32)[..., None] * jnp.uint32(4096) + request
     word = mixed(where ^ mixed(pick * jnp.uint32(1024) + jnp.uint32(layer + 1)))
     return (word >> 8).astype(jnp.int32) % experts
@@ -63,7 +63,7 @@ def run_experts(
     count, picks = experts.down.numbers.shape[0], expert.shape[1]
     room = expert_room(expert.size, count)
     flat = expert.reshape(-1)
-    mine = flat[:, None] == jnp.arange(count, dtype=jnp.int32)
+    mine = flat[:, None] == jnp.arange(count, dtype=jnp.int32)[None]
     rank = jnp.where(mine, jnp.cumsum(mine, axis=0, dtype=jnp.int32) - 1, 0).sum(axis=1)
     place = jnp.where(rank < room, flat * room + rank, count * room)
     token = jnp.arange(flat.shape[0], dtype=jnp.int32) // picks

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from bench.shard_experts import route, run_experts, uniform_picks
-from bench.shard_products import gated, per_head, rms_norm, times, wide_product
+from bench.shard_products import along_last, gated, per_head, rms_norm, times, wide_product
 from bench.shard_weights import Indexer, Layer, Mlp, Moe, Weights
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.geometry import Geometry
@@ -107,7 +107,7 @@ class ShardModel:
         """Final norm and head; the replayed token is by far the best."""
         x = rms_norm(x, params.weights.norm, self.config.norm_eps)
         logits = jnp.matmul(x, params.weights.head, preferred_element_type=jnp.float32)
-        token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
         chosen = params.replay.on & (token == params.replay.text[..., None])
         return logits + jnp.where(chosen, CERTAIN, 0.0)
 
@@ -223,7 +223,8 @@ def index_inputs(
     key = times(x, indexer.keys).astype(jnp.float32)
     key = key - key.mean(axis=-1, keepdims=True)
     weight, bias = indexer.key_norm.astype(jnp.float32)
-    key = (normalised(key, config.index_norm_eps) * weight + bias).astype(x.dtype)
+    key = normalised(key, config.index_norm_eps) * along_last(weight, 3)
+    key = (key + along_last(bias, 3)).astype(x.dtype)
     factor = (config.index_heads * config.index_dim) ** -0.5
     weights = wide_product(x, indexer.heads) * factor
     return IndexInputs(

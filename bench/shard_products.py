@@ -8,17 +8,22 @@ from bench.shard_weights import Matrix, Mlp
 from dhisparse_jax.models.glm.norms import normalised
 
 
+def along_last(vector: Float[Array, " w"], ndim: int) -> Float[Array, "..."]:
+    """A vector that goes with the last of `ndim` axes."""
+    return vector.reshape((1,) * (ndim - 1) + (-1,))
+
+
 def rms_norm(x: Float[Array, "*n w"], weight: Float[Array, " w"], eps: float) -> Array:
     """Root mean square norm in float32, in the dtype of `x`."""
     wide = normalised(x.astype(jnp.float32), eps)
-    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
+    return (wide * along_last(weight.astype(jnp.float32), x.ndim)).astype(x.dtype)
 
 
 def times(x: Float[Array, "*n in"], matrix: Matrix) -> Float[Array, "*n out"]:
     """`x` times a matrix; sums in float32."""
     numbers = matrix.numbers.astype(x.dtype)
     sums = jnp.einsum("...k,nk->...n", x, numbers, preferred_element_type=jnp.float32)
-    return (sums * matrix.scale).astype(x.dtype)
+    return (sums * along_last(matrix.scale, sums.ndim)).astype(x.dtype)
 
 
 def wide_product(

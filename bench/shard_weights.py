@@ -216,7 +216,7 @@ def _one(
     """One array. Words are hashed numbers: a generator would keep them all in memory first."""
     count = math.prod(shape[1:])
     number = jnp.arange(shape[0], dtype=jnp.uint32)[:, None] * jnp.uint32(count % 2**32)
-    words = mixed(key ^ (number + jnp.arange(count, dtype=jnp.uint32))).reshape(shape)
+    words = mixed(key ^ (number + jnp.arange(count, dtype=jnp.uint32)[None])).reshape(shape)
     if dtype == FP8:  # none of them is NaN
         bits = (words >> 24).astype(jnp.uint8) & RANDOM_BITS | FIXED_BITS
         return jax.lax.bitcast_convert_type(bits, FP8)

@@ -1,0 +1,199 @@
+"""What the decode benchmark is made of: its state, its account, and what it replays."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.replayed import (
+    PUBLISHED_SURVIVAL,
+    accepted_proposals,
+    followed,
+    selections,
+    tokens_per_step,
+)
+from bench.script import Script
+from bench.shard_cells import Cell, decode_state, no_profile, step_program
+from bench.shard_experts import expert_room, run_experts, uniform_picks
+from bench.shard_memory import account, fitting_rows, resident_requests
+from bench.shard_model import ShardParams
+from bench.shard_run import replay_arrays
+from bench.shard_setup import abstract_setup
+from bench.shard_state import host_pools, hosts_of, patterns, warm_state
+from bench.shard_weights import abstract_weights, random_like, random_weights
+from bench.simulator import Simulator
+from dhisparse_jax.config import Policy
+from dhisparse_jax.configs.presets import GLM_5_3, TINY
+from dhisparse_jax.engine.output import places, unpacked
+from dhisparse_jax.hierarchy.invariants import check_invariants
+from dhisparse_jax.hierarchy.state import abstract
+from dhisparse_jax.models.glm.costs import Rates, StepLoad, step_seconds, step_work, weight_bytes
+from pallas_kernels.fp8_products import reference, triton
+
+CONTEXT = 300
+
+
+def setup_of(draft="none", model="tiny", layers=6, **sizes):
+    asked = {"context": CONTEXT, "room": 40, "requests": 3, "traces": 4, "gpus": 2}
+    return abstract_setup(model, layers=layers, draft=draft, **{**asked, **sizes})
+
+
+def cell_of(policy, requests=3, hot_rows=128):
+    return Cell(name="x", policy=policy, draft="none", requests=requests, hot_rows=hot_rows)
+
+
+def size_of(tree):
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_the_state_is_as_requests_leave_it(policy):
+    setup = setup_of()
+    cfg = setup.config(cell_of(policy))
+    made = patterns(cfg)
+    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+    like = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract(cfg))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == like
+    assert check_invariants(state, cfg) == dict.fromkeys(check_invariants(state, cfg), True)
+    assert bool(state.active.all()) and hosts_of(state)[0].host is state.pools[0].host
+
+
+@pytest.mark.parametrize(("config", "experts"), [(GLM_5_3, 32), (TINY, 4)])
+def test_weights_are_counted_to_the_byte(config, experts):
+    assert sum(weight_bytes(config, experts).values()) == size_of(abstract_weights(config, experts))
+
+
+@pytest.mark.parametrize("draft", ["none", "dflash2", "dspark"])
+def test_the_account_is_the_bytes_of_all_arrays(draft):
+    setup = setup_of(draft)
+    cell = dataclasses.replace(cell_of(Policy.ADAPTIVE), draft=draft)
+    cfg = setup.config(cell)
+    state = abstract(cfg)
+    hosts = size_of([(pool.host, pool.host_keys) for pool in state.pools])
+    arrays = size_of(setup.params) + size_of(state) - hosts
+    if draft != "none":
+        arrays += size_of(setup.draft_params.inner["draft"])
+        arrays += size_of(jax.eval_shape(lambda: setup.drafter.init(cfg.requests)))
+    counted = account(setup, cell)
+    assert counted.device_bytes - counted.bytes["workspace"] == arrays
+    assert counted.host_bytes == hosts
+
+
+def test_hot_rows_and_requests_are_the_most_that_fit():
+    setup = setup_of(model="glm-5.3", layers=None, context=100_000, room=400, requests=16, gpus=8)
+    limit, cell = 143e9, cell_of(Policy.ADAPTIVE, requests=16)
+    rows = fitting_rows(setup, cell, limit)
+    held = lambda rows: account(setup, dataclasses.replace(cell, hot_rows=rows)).device_bytes
+    assert held(rows) <= limit < held(rows + 256)
+    whole = cell_of(Policy.RESIDENT, requests=16)
+    count = resident_requests(setup, whole, limit)
+    assert 1 < count < 16
+    more = dataclasses.replace(whole, requests=count + 1)
+    assert account(setup, more).device_bytes > limit
+
+
+def test_acceptance_has_the_profile():
+    key, survival = jax.random.key(0), jnp.asarray(PUBLISHED_SURVIVAL, jnp.float32)
+    draw = jax.jit(jax.vmap(lambda at: accepted_proposals(key, survival, at)))
+    counts = np.asarray(draw(jnp.arange(20_000, dtype=jnp.int32).reshape(-1, 8)))
+    seen = [(counts >= place).mean() for place in range(1, 8)]
+    np.testing.assert_allclose(seen, PUBLISHED_SURVIVAL, atol=0.012)
+    assert 1 + counts.mean() == pytest.approx(tokens_per_step(PUBLISHED_SURVIVAL), abs=0.06)
+
+
+def test_expert_loads_are_those_of_all_gpus():
+    positions = jnp.arange(4096, dtype=jnp.int32).reshape(8, 512) + 100_000
+    loads = np.stack(
+        [
+            np.bincount(np.asarray(uniform_picks(positions, layer, 8, 32)).ravel(), minlength=32)
+            for layer in (3, 4)
+        ]
+    )
+    mean = 4096 * 8 / 32
+    assert loads.sum() == 2 * 32 * mean
+    assert loads.std() == pytest.approx(math.sqrt(mean), rel=0.4)  # binomial
+    assert loads.max() < expert_room(4096 * 8, 32)
+
+
+def test_experts_sum_what_tokens_picked():
+    setup = setup_of()
+    moe = setup.params.weights.layers[-1].mlp
+    experts = random_like(moe.experts, 0)
+    x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
+    expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
+    weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
+    found = run_experts(experts, x, expert, weight, "reference")
+    exact = lambda matrix: np.asarray(
+        matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
+    )
+    gate_up, down, rows = exact(experts.gate_up), exact(experts.down), np.asarray(x, np.float64)
+    wanted = np.zeros(rows.shape)
+    for token in range(5):
+        for number, factor in zip(expert[token].tolist(), weight[token].tolist(), strict=True):
+            gate, up = np.split(gate_up[number] @ rows[token], 2)
+            wanted[token] += factor * (down[number] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0.05, atol=0.02)
+
+
+def test_selections_are_a_texts_and_ascend():
+    chosen = selections(2, k=16, history=CONTEXT, rows=9)
+    assert chosen.shape == (2, 9, 16)
+    assert (np.diff(chosen, axis=-1) > 0).all()
+    assert (chosen[:, :, -1] == CONTEXT + np.arange(9)).all()
+    paths = followed(pools=7, requests=5, traces=8)
+    assert all(len(set(row)) == 5 for row in paths.tolist())
+
+
+def test_a_step_takes_as_long_as_its_slower_side():
+    setup = setup_of(model="glm-5.3", layers=None, requests=16, gpus=8, context=100_000, room=400)
+    cfg = setup.config(cell_of(Policy.FIXED, requests=16, hot_rows=4096))
+    load = StepLoad(requests=16, queries=1, context=100_000, attended=2048.0, fetched=290.0)
+    work = step_work(setup.model.config, 32, cfg, load)
+    fast = step_seconds(work, Rates(hbm=4.3e12, link=55e9, flops=790e12))
+    assert 0.026 < fast < 0.034  # 90.6 GB of experts alone take 21 ms
+    slow = step_seconds(work, Rates(hbm=4.3e12, link=1e9, flops=790e12))
+    assert slow == pytest.approx(16 * 290 * (2 * 768 + 19 * 2688) / 1e9)
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(16, 256), (64, 128)])
+def test_the_kernel_gives_the_products(rows, depth):
+    shapes = [((2, rows, depth), jnp.bfloat16), ((2, 128, depth), jnp.float8_e4m3fn)]
+    x, numbers = random_like([jax.ShapeDtypeStruct(*shape) for shape in shapes], 0)
+    scale = random_like(jax.ShapeDtypeStruct((2, 128), jnp.float32), 1)
+    found = triton.products(x, numbers, scale, interpret=True)
+    exact = reference.products(x, numbers, scale)
+    error = jnp.abs(found.astype(jnp.float32) - exact.astype(jnp.float32)).max()
+    assert error <= 2**-7 * jnp.abs(exact.astype(jnp.float32)).max()
+
+
+@pytest.mark.slow  # compiles a decode step
+def test_a_cell_fetches_what_the_simulator_says():
+    setup = setup_of(layers=2)
+    cell = cell_of(Policy.FIXED)
+    cfg = setup.config(cell)
+    chosen = selections(4, k=TINY.index_top_k, history=CONTEXT, rows=24)
+    paths = followed(cfg.pools, 3, 4)
+    text = np.arange(3, dtype=np.int32)[:, None] + 7
+    replay = replay_arrays(setup.params.replay, chosen, paths, text, CONTEXT)
+    params = ShardParams(weights=random_weights(setup.params.weights), replay=replay)
+    made = patterns(cfg)
+    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+    state = decode_state(cfg, setup.drafter, state, replay.text, CONTEXT)
+    step = step_program(setup.model, setup.drafter, cfg)
+    place, seen = places(cfg, 1)[0], []
+    for _ in range(12):
+        state, place = step(params, (), no_profile(cfg), state, place)
+        output = unpacked(place)
+        assert (output.tokens[0] == text).all() and (output.count == 1).all()
+        seen.append(output.records.fetched[0])
+    windows = chosen[:, :, None]
+    advance = np.ones(windows.shape[:2], np.int32)
+    play = Script(windows, history=np.full(4, CONTEXT, np.int32), advance=advance)
+    simulated = Simulator(cfg, play)
+    for row in range(3):
+        simulated.join(paths[:, row].tolist())
+    np.testing.assert_array_equal(np.stack(seen), simulated.run(12).fetched)
+    assert check_invariants(state.hierarchy, cfg)["hot_equals_host"]
