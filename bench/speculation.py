@@ -1,17 +1,20 @@
 """Speculation against the load, on the bundled model: tokens per second by draft and draft length.
 
-One engine per draft, draft length and rule; for each load, so many texts run at the same time.
-Every engine runs each load once to compile and to learn, with texts that begin one byte later so
-that none is shared, and then for the figures. Tokens must be the same everywhere (greedy,
-float32). `auto` verifies as many proposals as pay; its loss is against
-the best fixed length of the same draft at the same load.
+One engine per draft, draft length and rule, all in one process. At each load, every engine writes
+the same texts, and takes turns of some rounds with the others, so that what slows the machine
+slows all alike; what counts is the time of an engine's own turns, until its first text ends. Tokens
+must be the same everywhere (greedy, float32). `auto` verifies as many proposals as pay; its loss is
+against the best fixed length of the same draft at the same load.
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -20,12 +23,15 @@ from bench.load_sweep import make_requests
 from bench.record import environment, save, write
 from dhisparse_jax.cli.checks import AUTO
 from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
-from dhisparse_jax.cli.record import RunRecord
 from dhisparse_jax.cli.session import load_draft, rule_of
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.models import registry
+
+ROUNDS = 8
+"""Rounds of an engine in a turn."""
 
 Row = dict[str, Any]
 
@@ -39,7 +45,7 @@ def main(
     ),
     hot_rows: Annotated[int, typer.Option(help="Hot slots per request row.")] = 256,
     prompt_bytes: Annotated[int, typer.Option(help="Prompt length, in bytes.")] = 2000,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to write per request.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write per request.")] = 512,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
     """Sweep drafts, draft lengths and loads; check that no token changes."""
@@ -49,15 +55,18 @@ def main(
     capacity = max(len(request.prompt) for request in requests) + new_tokens
     named = [(NO_DRAFT, None)] + [(name, length) for name in draft for length in lengths.split(",")]
     options = [DraftOptions.of(BUNDLED_MODEL, *names) for names in named]
+    engines = [_engine(loaded, asked, policy, max(counts), capacity, hot_rows) for asked in options]
+    with ThreadPoolExecutor() as together:  # most of it is compilation
+        list(together.map(lambda engine: _warm_up(engine, requests), engines))
     about = {"bench": "speculation", **environment(), "policy": policy.value}
     rows: list[Row] = []
-    for asked in options:
-        engine = _engine(loaded, asked, policy, max(counts), capacity, hot_rows)
-        rows += [_setting(asked) | _measured(engine, requests[:load]) for load in counts]
-        save(about | {"rows": _compared(rows)}, json)
-    done = _compared(rows)
-    Console(stderr=True).print(_table(done))
-    write(about | {"rows": done}, json)
+    for load in counts:
+        runs = _measured(engines, requests[:load])
+        pairs = zip(options, runs, strict=True)
+        rows += _compared([_setting(asked) | run.row(load) for asked, run in pairs])
+        save(about | {"rows": rows}, json)
+    Console(stderr=True).print(_table(rows))
+    write(about | {"rows": rows}, json)
 
 
 def _engine(
@@ -87,52 +96,133 @@ def _setting(asked: DraftOptions) -> Row:
     return {"draft": asked.name, "length": AUTO if asked.auto else asked.length or 0}
 
 
-def _measured(engine: Engine, requests: Sequence[Request]) -> Row:
-    """Figures of a run after another one; a text's first token is its prefill's."""
-    _run(engine, [dataclasses.replace(each, prompt=each.prompt[1:]) for each in requests])
-    record = _run(engine, requests)
-    decoded = record.output_tokens - len(requests)
-    return {
-        "load": len(requests),
-        "tokens_per_s": decoded / record.decode_seconds,
-        "steps": record.steps,
-        "accept_length": record.acceptance.length,
-        "accept_by_position": list(record.acceptance.by_position),
-        "fetched_share": record.fetched_share,
-        "fetched_bytes_per_token": record.totals.host_bytes_read / decoded,
-        "tokens": [request.tokens for request in record.requests],
-    }
+@dataclasses.dataclass
+class Run:
+    """An engine's own turns so far.
+
+    Attributes:
+        engine: with all texts in decode.
+        seconds: of its turns.
+        written: tokens of these.
+        texts: tokens of every request, the first of each from its prefill.
+        ended: a text has ended.
+    """
+
+    engine: Engine
+    seconds: float = 0.0
+    written: int = 0
+    texts: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    ended: bool = False
+    metrics: StepMetrics = dataclasses.field(default_factory=StepMetrics)
+    acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
+    steps: int = 0
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Prefill them all."""
+        for number, request in enumerate(requests):
+            self.engine.submit(request, draw=number)
+        while self.engine.counts[1]:
+            self._round()
+        self._turn()  # not timed
+        self.seconds, self.written, self.steps = 0.0, 0, 0
+        self.metrics, self.acceptance = StepMetrics(), Acceptance()
+
+    def turn(self) -> None:
+        """Some rounds; unless a text ended in them, they count."""
+        before = dataclasses.replace(self)
+        self._turn()
+        if self.ended:
+            self.seconds, self.written = before.seconds, before.written
+
+    def end(self) -> None:
+        """Leave the engine empty."""
+        for number in self.texts:
+            self.engine.cancel(number)
+        while not self.engine.idle:
+            list(self.engine.advance())
+
+    def row(self, load: int) -> Row:
+        """Its figures."""
+        return {
+            "load": load,
+            "tokens_per_s": self.written / self.seconds,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "accept_length": self.acceptance.length,
+            "accept_by_position": list(self.acceptance.by_position),
+            "fetched_share": self.metrics.fetched_rows / max(self.metrics.selected_rows, 1),
+            "fetched_bytes_per_token": self.metrics.host_bytes_read / max(self.written, 1),
+            "tokens": [self.texts[number] for number in sorted(self.texts)],
+        }
+
+    def _turn(self) -> None:
+        begin = time.perf_counter()
+        for _ in range(ROUNDS):
+            self._round()
+        jax.block_until_ready(self.engine.texts)
+        self.seconds += time.perf_counter() - begin
+
+    def _round(self) -> None:
+        for event in self.engine.advance():
+            match event:
+                case NewTokens(number, tokens):
+                    self.texts.setdefault(number, []).extend(tokens)
+                    self.written += len(tokens)
+                case StepDone(_, metrics, acceptance):
+                    self.steps += 1
+                    self.metrics += metrics
+                    self.acceptance += acceptance
+                case Finished():
+                    self.ended = True
 
 
-def _run(engine: Engine, requests: Sequence[Request]) -> RunRecord:
-    record = RunRecord.of(requests)
-    for event in engine.run(requests):
-        record.add(event)
-    return record
+def _measured(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Run]:
+    """What every engine did with the same requests."""
+    runs = [Run(engine) for engine in engines]
+    for run in runs:
+        run.begin(requests)
+    while not all(run.ended for run in runs):
+        for run in runs:
+            if not run.ended:
+                run.turn()
+    for run in runs:
+        run.end()
+    return runs
+
+
+def _warm_up(engine: Engine, requests: Sequence[Request]) -> None:
+    """Compile, and learn what pays; texts begin a byte later, so that none is shared."""
+    shifted = [dataclasses.replace(each, prompt=each.prompt[1:]) for each in requests]
+    for _ in engine.run([dataclasses.replace(each, max_new_tokens=64) for each in shifted]):
+        pass
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """The rows with whether their tokens are those without a draft, speed-up, and loss."""
-    plain = {row["load"]: row for row in rows if row["draft"] == NO_DRAFT}
+    """Rows of one load with whether their tokens are those without a draft, speed-up, and loss."""
+    plain = rows[0]
     done: list[Row] = []
     for row in rows:
-        base = plain[row["load"]]
         figures = {key: value for key, value in row.items() if key != "tokens"}
-        figures["same_tokens"] = row["tokens"] == base["tokens"]
-        figures["speed_up"] = row["tokens_per_s"] / base["tokens_per_s"]
+        figures["same_tokens"] = all(map(_agree, row["tokens"], plain["tokens"]))
+        figures["speed_up"] = row["tokens_per_s"] / plain["tokens_per_s"]
         if row["length"] == AUTO:
             figures["loss"] = 1.0 - row["tokens_per_s"] / _best_fixed(rows, row)
         done.append(figures)
     return done
 
 
+def _agree(text: Sequence[int], other: Sequence[int]) -> bool:
+    """As far as both were written."""
+    length = min(len(text), len(other))
+    return text[:length] == other[:length]
+
+
 def _best_fixed(rows: list[Row], row: Row) -> float:
-    """Tokens per second of the best fixed length of the same draft at the same load, if any ran."""
+    """Tokens per second of the best fixed length of the same draft, if any ran."""
     rivals = [
         other["tokens_per_s"]
         for other in rows
-        if (other["draft"], other["load"]) == (row["draft"], row["load"])
-        and other["length"] != AUTO
+        if other["draft"] == row["draft"] and other["length"] != AUTO
     ]
     return max(rivals, default=row["tokens_per_s"])
 

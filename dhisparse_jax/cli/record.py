@@ -92,7 +92,7 @@ class RunRecord:
                 self.requests[request].prefill_done = done
                 self.requests[request].prefill_total = total
             case NewTokens(request, tokens):
-                if self.requests[request].tokens and self.steps > 1:
+                if self.requests[request].tokens and self.steps:
                     self.steady_tokens += len(tokens)
                 self.requests[request].tokens.extend(tokens)
             case Finished(request, reason):

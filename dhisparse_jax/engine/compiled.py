@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax import prefill
@@ -52,6 +53,7 @@ class Compiled:
         cfg: sizes of the hierarchy.
         chunk: prompt tokens per prefill call.
         speculation: who proposes tokens.
+        form: containers of the model's weights, whose leaves `step` takes.
         steps: decode steps per call of `step`.
 
     Attributes:
@@ -65,6 +67,7 @@ class Compiled:
         cfg: HierarchyConfig,
         chunk: int,
         speculation: Speculation,
+        form: PyTreeDef,
         steps: int = 1,
     ) -> None:
         self.chunk, drafter = chunk, speculation.drafter
@@ -72,7 +75,7 @@ class Compiled:
         window = room if drafter.window is None else drafter.window
         # The oldest chunk is overwritten by the newest, which may hold a single token.
         self.tap_rows = min(room, (-(-window // chunk) + 1) * chunk)
-        step = partial(packed_steps, steps, model, speculation, cfg)
+        step = partial(packed_steps, steps, model, speculation, cfg, form)
         self.step = jax.jit(step, donate_argnums=(3, 4))
         self.forward = jax.jit(partial(forward, model, cfg), donate_argnums=1)
         self.finish = jax.jit(lambda state, n: finish_step(state, cfg, n), donate_argnums=0)

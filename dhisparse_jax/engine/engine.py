@@ -261,11 +261,11 @@ class Engine(Machine):
             return
         landed = flight.land()
         self._take_time(flight, landed)
-        for step in landed.steps(self.cfg, self.drafter.length):
+        for row, tokens in landed.tokens.items():
+            self._give(flight.jobs[row], tokens)
+        for metrics, acceptance in landed.steps(self.cfg, self.drafter.length):
             self._steps += 1
-            self._pending.append(StepDone(self._steps, step.metrics, step.acceptance))
-            for row, tokens in step.tokens.items():
-                self._give(flight.jobs[row], tokens)
+            self._pending.append(StepDone(self._steps, metrics, acceptance))
 
     def _take_time(self, flight: Flight, landed: Landed) -> None:
         """Note how long a dispatch took that has just landed."""
@@ -273,7 +273,7 @@ class Engine(Machine):
         self._last_end = end
         begin = flight.begin if before is None else before
         self.meter.add(end - max(begin, flight.begin), landed.output.records)
-        counts = {flight.jobs[row].number: count for row, count in landed.counts.items()}
+        counts = {flight.jobs[row].number: len(new) for row, new in landed.tokens.items()}
         if counts:
             self.pace.add_dispatch(end - begin, counts, landed.verified)
 

@@ -25,7 +25,7 @@ class PrefillProgress:
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """A request went on by these tokens."""
+    """A request went on by these tokens, in all steps of a dispatch."""
 
     request: int
     tokens: tuple[int, ...]
@@ -101,7 +101,7 @@ class Acceptance:
 
 @dataclasses.dataclass(frozen=True)
 class StepDone:
-    """Decode step number `step` (from 1) is done."""
+    """Decode step number `step` (from 1) is done; it comes after the tokens of its dispatch."""
 
     step: int
     metrics: StepMetrics

@@ -1,16 +1,17 @@
 """Dispatches that are on their way: the device works on them while the host reads those before."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.events import Acceptance, StepMetrics, step_acceptance, step_metrics
 from dhisparse_jax.engine.job import Job
 from dhisparse_jax.engine.output import Packed, unpacked
+from pallas_kernels.plan.types import PlanCounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +31,8 @@ class Flight:
 
     def land(self) -> "Landed":
         """Wait for its end."""
-        return Landed(unpacked(self.output))
-
-
-@dataclasses.dataclass(frozen=True)
-class LandedStep:
-    """What one step did.
-
-    Attributes:
-        metrics: what it read.
-        acceptance: how far the draft was followed.
-        tokens: what each row emitted, at least one token; the others are left out.
-    """
-
-    metrics: StepMetrics
-    acceptance: Acceptance
-    tokens: dict[int, tuple[int, ...]]
+        output = unpacked(self.output)
+        return Landed(output, _tokens(output))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +41,11 @@ class Landed:
 
     Attributes:
         output: a `StepOutput` with NumPy arrays, whose first axis is the step.
+        tokens: what each row emitted in all steps, at least one token; the others are left out.
     """
 
     output: Any
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """Tokens of every row that emitted some."""
-        counts = self.output.count.sum(axis=0).tolist()
-        return {row: count for row, count in enumerate(counts) if count}
+    tokens: Mapping[int, tuple[int, ...]]
 
     @property
     def verified(self) -> int:
@@ -70,18 +53,26 @@ class Landed:
         queries = self.output.verified
         return round(float(queries.sum()) / max(np.count_nonzero(queries), 1))
 
-    def steps(self, cfg: HierarchyConfig, proposals: int) -> Iterator[LandedStep]:
-        """All steps in order, up to the end of the last request.
+    def steps(
+        self, cfg: HierarchyConfig, proposals: int
+    ) -> Iterator[tuple[StepMetrics, Acceptance]]:
+        """What each step read and how far the draft was followed, up to the last request's end.
 
         Args:
             cfg: sizes of the hierarchy.
             proposals: tokens that the draft proposes.
         """
-        for step in range(int(self.output.count.any(axis=1).sum())):
-            now = jax.tree.map(lambda leaf, step=step: leaf[step], self.output)
-            tokens = zip(now.tokens.tolist(), now.count.tolist(), strict=True)
-            yield LandedStep(
-                metrics=step_metrics(cfg, now.records),
-                acceptance=step_acceptance(now.count, now.verified, proposals),
-                tokens={row: tuple(new[:n]) for row, (new, n) in enumerate(tokens) if n},
-            )
+        output = self.output
+        for step in range(int(output.count.any(axis=1).sum())):
+            records = PlanCounts(*(counts[step] for counts in output.records))
+            count, verified = output.count[step], output.verified[step]
+            yield step_metrics(cfg, records), step_acceptance(count, verified, proposals)
+
+
+def _tokens(output: Any) -> dict[int, tuple[int, ...]]:  # noqa: ANN401  # as `Landed.output`
+    """See `Landed.tokens`."""
+    count, tokens = output.count, output.tokens
+    emitted = np.arange(tokens.shape[2]) < count[..., None]
+    every = tokens.swapaxes(0, 1)[emitted.swapaxes(0, 1)].tolist()  # row by row, in order
+    spans = enumerate(itertools.pairwise((0, *np.cumsum(count.sum(axis=0)).tolist())))
+    return {row: tuple(every[start:end]) for row, (start, end) in spans if start < end}

@@ -91,7 +91,8 @@ class Machine:
         self.model, self.params, self.cfg = model, commit(params), cfg
         self.drafter, self.draft_params = draft.drafter, commit(draft.params)
         speculation = Speculation(draft.drafter, rule)
-        self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, steps)
+        self._weights, form = jax.tree.flatten(self.params)
+        self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, form, steps)
         self.state: HierarchyState = init(cfg)
         self.watcher: Watcher = Nobody()
         self.sharing = Sharing(cfg)
@@ -228,7 +229,7 @@ class Machine:
         )
         place = self._places.popleft()
         state, output = self.compiled.step(
-            self.params, self.draft_params, self.meter.profile, state, place
+            self._weights, self.draft_params, self.meter.profile, state, place
         )
         self._places.append(output)
         self.state, self.draft_state = state.hierarchy, state.draft

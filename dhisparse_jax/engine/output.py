@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
@@ -40,7 +41,8 @@ def packed_steps(  # noqa: PLR0913  # what jit binds, and what it is called with
     model: ServedModel,
     speculation: Speculation,
     cfg: HierarchyConfig,
-    params: Params,
+    form: PyTreeDef,
+    weights: list[Array],
     draft_params: Params,
     profile: Profile,
     state: DecodeState,
@@ -49,8 +51,10 @@ def packed_steps(  # noqa: PLR0913  # what jit binds, and what it is called with
     """`decode_steps` whose output goes to `place`; donate it and the state.
 
     The state comes first: JAX hands a donated buffer to the first result of its shape, so every
-    leaf of the state stays where it is.
+    leaf of the state stays where it is. Weights come as leaves: taking a model's own containers
+    apart at every call costs the host more than the call.
     """
+    params = form.unflatten(weights)
     output, state = decode_steps(
         steps, model, speculation, cfg, params, draft_params, profile, state
     )

@@ -13,11 +13,11 @@ EVENTS = (
     PrefillProgress(0, 1, 2),
     PrefillProgress(0, 2, 2),
     NewTokens(0, (1,)),  # what prefill's last position gives
-    StepDone(1, METRICS),
     NewTokens(0, (2,)),
-    StepDone(2, METRICS),
+    StepDone(1, METRICS),
     NewTokens(0, (3, 4)),
     Finished(0, "length"),
+    StepDone(2, METRICS),
 )
 
 
@@ -38,9 +38,9 @@ def test_counts_and_times():
     assert record.fetched_share == pytest.approx(0.25)
     assert record.prefill_seconds == 3
     assert record.decode_seconds == 5
-    assert record.first_step_seconds == 1
+    assert record.first_step_seconds == 2
     assert record.tokens_per_s == pytest.approx(4 / 8)
-    assert record.steady_tokens_per_s == pytest.approx(2 / 4)
+    assert record.steady_tokens_per_s == pytest.approx(2 / 3)
 
 
 def test_an_empty_run_divides_by_nothing():
