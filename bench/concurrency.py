@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.load_sweep import pieces
 from bench.record import environment, save, write
 from dhisparse_jax.cli.options import BUNDLED_DRAFT, BUNDLED_MODEL, NO_DRAFT, DraftOptions
-from dhisparse_jax.cli.session import load_draft
+from dhisparse_jax.cli.session import default_dispatch_steps, load_draft
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
@@ -134,8 +134,7 @@ class Bench:
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         page = HierarchyConfig.host_page
         slots = FIXED_SELECTIONS * loaded.model.geometry.top_k
-        # A draft writes up to a block beyond the last token.
-        self._capacity = min(longest + 16, loaded.context)
+        self._capacity = min(longest + 16, loaded.context)  # drafts write a block beyond the end
         self._hot_slots = rows * slots  # per pool, of all requests together, as are the pages
         self._host_pages = len(requests) * -(-self._capacity // page)
 
@@ -190,7 +189,8 @@ class Bench:
             tail=max(16, 2 * queries),
             host_pages=self._host_pages,
         )
-        return Engine(self._loaded.model, self._loaded.params, cfg, draft=draft)
+        steps = default_dispatch_steps(self._loaded.params)
+        return Engine(self._loaded.model, self._loaded.params, cfg, draft=draft, steps=steps)
 
 
 def whole_pages(slots: int) -> int:

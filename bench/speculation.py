@@ -23,7 +23,7 @@ from bench.load_sweep import make_requests
 from bench.record import environment, save, write
 from dhisparse_jax.cli.checks import AUTO
 from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
-from dhisparse_jax.cli.session import load_draft, rule_of
+from dhisparse_jax.cli.session import default_dispatch_steps, load_draft, rule_of
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
@@ -89,7 +89,8 @@ def _engine(
         tail=max(16, 2 * queries),
     )
     rule = rule_of(draft.drafter, asked.auto)
-    return Engine(loaded.model, loaded.params, cfg, draft=draft, rule=rule)
+    steps = default_dispatch_steps(loaded.params)
+    return Engine(loaded.model, loaded.params, cfg, draft=draft, rule=rule, steps=steps)
 
 
 def _setting(asked: DraftOptions) -> Row:
@@ -203,7 +204,8 @@ def _compared(rows: list[Row]) -> list[Row]:
     done: list[Row] = []
     for row in rows:
         figures = {key: value for key, value in row.items() if key != "tokens"}
-        figures["same_tokens"] = all(map(_agree, row["tokens"], plain["tokens"]))
+        figures["differences"] = _differences(row["tokens"], plain["tokens"])
+        figures["same_tokens"] = not figures["differences"]
         figures["speed_up"] = row["tokens_per_s"] / plain["tokens_per_s"]
         if row["length"] == AUTO:
             figures["loss"] = 1.0 - row["tokens_per_s"] / _best_fixed(rows, row)
@@ -211,10 +213,16 @@ def _compared(rows: list[Row]) -> list[Row]:
     return done
 
 
-def _agree(text: Sequence[int], other: Sequence[int]) -> bool:
-    """As far as both were written."""
-    length = min(len(text), len(other))
-    return text[:length] == other[:length]
+def _differences(texts: list[list[int]], others: list[list[int]]) -> list[dict[str, int]]:
+    """The first place where two texts of a request differ, as far as both were written."""
+    found: list[dict[str, int]] = []
+    for request, pair in enumerate(zip(texts, others, strict=True)):
+        places = enumerate(zip(*pair, strict=False))
+        first = next((place for place in places if place[1][0] != place[1][1]), None)
+        if first is not None:
+            place, (token, plain) = first
+            found.append({"request": request, "place": place, "token": token, "plain": plain})
+    return found
 
 
 def _best_fixed(rows: list[Row], row: Row) -> float:

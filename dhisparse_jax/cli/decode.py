@@ -56,6 +56,7 @@ def decode(  # noqa: PLR0913  # one parameter an option
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
     host_memory: opt.HostMemory = None,
+    dispatch_steps: opt.DispatchSteps = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
     temperature: draws.Temperature = 0.0,
@@ -81,7 +82,12 @@ def decode(  # noqa: PLR0913  # one parameter an option
             chat=chat,
             max_new_tokens=max_new_tokens,
             hierarchy=opt.HierarchyOptions(
-                policy, hot_rows, batch, record_selections is not None, host_memory
+                policy=policy,
+                hot_rows=hot_rows,
+                batch=batch,
+                record=record_selections is not None,
+                host_memory=host_memory,
+                dispatch_steps=dispatch_steps,
             ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
             sampling=draws.SamplingOptions(temperature, top_k, top_p, seed),

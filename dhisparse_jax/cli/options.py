@@ -56,6 +56,7 @@ class HierarchyOptions:
         batch: requests at the same time; None: all of them, at most MOST_AT_ONCE.
         record: keep what a step selects, so that it can be recorded.
         host_memory: of the host pools, in GB; None: what all requests need that run at once.
+        dispatch_steps: decode steps that the device is given at once; None: by the model's size.
     """
 
     policy: PolicyName
@@ -63,6 +64,7 @@ class HierarchyOptions:
     batch: int | None = None
     record: bool = False
     host_memory: float | None = None
+    dispatch_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,19 @@ HostMemory = Annotated[
         callback=positive,
         help="Host memory for the history of all requests, in 10^9 bytes; who does not fit waits. "
         "Default: what --batch requests of the longest length need.",
+        rich_help_panel=HIERARCHY,
+    ),
+]
+
+DispatchSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--dispatch-steps",
+        metavar="N",
+        callback=count,
+        help="Decode steps that the device is given at once. More cost the host less per step, but "
+        "requests wait for all of them to come and go. Default: 1; on an accelerator 4 for a model "
+        "so small that a step takes less time than to launch it.",
         rich_help_panel=HIERARCHY,
     ),
 ]

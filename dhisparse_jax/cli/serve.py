@@ -58,6 +58,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
     hot_rows: opt.HotRows = None,
     batch: opt.Batch = None,
     host_memory: opt.HostMemory = None,
+    dispatch_steps: opt.DispatchSteps = None,
     draft: opt.Draft = None,
     draft_length: opt.DraftLength = None,
     temperature: draws.Temperature = 0.0,
@@ -83,7 +84,12 @@ def serve(  # noqa: PLR0913  # one parameter an option
             tpot_ms=tpot_ms,
             interval=interval,
             hierarchy=opt.HierarchyOptions(
-                policy, hot_rows, batch, record_selections is not None, host_memory
+                policy=policy,
+                hot_rows=hot_rows,
+                batch=batch,
+                record=record_selections is not None,
+                host_memory=host_memory,
+                dispatch_steps=dispatch_steps,
             ),
             draft=opt.DraftOptions.of(model, draft, draft_length),
             sampling=draws.SamplingOptions(temperature, top_k, top_p, 0),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dhisparse_jax.engine.engine import Engine
     from dhisparse_jax.engine.events import Event
     from dhisparse_jax.engine.pace import Limits
+    from dhisparse_jax.model import Params
     from dhisparse_jax.models.registry import LoadedModel
     from dhisparse_jax.speculation.protocol import Draft, Drafter
     from dhisparse_jax.speculation.schedule import Rule
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 LEAST_TAIL = 16
 PAGE_POSITIONS = 16
 """Of host memory, unless a record stands for another number of positions."""
+SMALL_MODEL_BYTES = 1e9
+"""Weights that an accelerator reads in less time than the host launches a step in, about 1 ms."""
+SMALL_MODEL_STEPS = 4
 AS_STORED = FormatOptions()
 
 
@@ -166,8 +170,22 @@ def make_engine(
     draft = draft or protocol.NO_DRAFT
     rule = rule_of(draft.drafter, auto)
     return Engine(
-        loaded.model, loaded.params, config, draft=draft, rule=rule, limits=limits or NO_LIMITS
+        loaded.model,
+        loaded.params,
+        config,
+        draft=draft,
+        rule=rule,
+        steps=options.dispatch_steps or default_dispatch_steps(loaded.params),
+        limits=limits or NO_LIMITS,
     )
+
+
+def default_dispatch_steps(params: "Params") -> int:
+    """Steps at once for a model with these weights: several if reading them takes no time."""
+    import jax
+
+    small = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) < SMALL_MODEL_BYTES
+    return SMALL_MODEL_STEPS if small and jax.default_backend() != "cpu" else 1
 
 
 def host_pages(config: "HierarchyConfig", gigabytes: float, positions: int) -> int:

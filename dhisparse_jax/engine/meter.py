@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.events import step_metrics
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.speculation.schedule import Profile
 from pallas_kernels.common.rows import WORD_BYTES
@@ -49,6 +48,7 @@ class Meter:
     def __init__(self, cfg: HierarchyConfig, state: HierarchyState | None = None) -> None:
         self._cfg = cfg
         self._byte_seconds = 0.0 if state is None else link_seconds(cfg, state)
+        self._record_bytes = WORD_BYTES * np.array([*map(cfg.record_words, range(cfg.pools))])
         self._step_seconds = self._sent = 1.0
         self._dispatches = 0
         self.profile = self._profile()
@@ -58,10 +58,8 @@ class Meter:
         self._dispatches += 1
         if self._dispatches == 1 or self._byte_seconds == 0.0:
             return  # the first one compiles; without a link there is nothing to weigh
-        steps = records.fetched.shape[0]
-        total = PlanCounts(*(counts.sum(axis=0) for counts in records))
-        fetching = step_metrics(self._cfg, total).host_bytes_read * self._byte_seconds
-        rest = max(seconds - fetching, 0.0) / steps
+        fetched = records.fetched.sum(axis=(0, 2)) @ self._record_bytes
+        rest = max(seconds - fetched * self._byte_seconds, 0.0) / records.fetched.shape[0]
         first = self._dispatches == 2
         past = 0.0 if first else DECAY
         self._step_seconds = past * self._step_seconds + (1.0 - past) * rest

@@ -170,16 +170,20 @@ def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
     rows = _host_rows(host, cfg)
     committed = np.arange(cfg.records) < _complete(host, cfg)[:, None]
     committed &= rows < cfg.host_rows  # else `host_pages_held` is false
-    keys_of = lambda pool: jax.tree.map(lambda keys: keys[committed], pool.index_keys)
     return all(
         np.array_equal(
             pool.host_keys[rows[committed]],
-            np.asarray(
-                packed_keys(jax.tree.map(jnp.asarray, keys_of(pool)), pool.host_keys.shape[1])
-            ),
+            _packed(pool.index_keys, pool.host_keys.shape[1])[committed],
         )
         for pool in host.pools
     )
+
+
+def _packed(keys: Host, width: int) -> np.ndarray:
+    """Index keys as `host_keys` has them, [R, E, width]: all, so that one program packs them."""
+    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf.reshape(-1, *leaf.shape[2:])), keys)
+    every = jax.tree.leaves(keys)[0].shape[:2]
+    return np.asarray(packed_keys(flat, width)).reshape(*every, width)
 
 
 def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:
