@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from bench.script import script
 from bench.traces import trace
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler
 from dhisparse_jax.speculation.protocol import Drafter, DraftState, Proposal
@@ -32,6 +33,23 @@ PUBLISHED_TOKENS_PER_STEP = 3.97
 def tokens_per_step(survival: Sequence[float]) -> float:
     """Expected tokens of a step: what survives, and the token after it."""
     return 1.0 + sum(survival)
+
+
+def survival_for(mean: float) -> tuple[float, ...]:
+    """The published profile raised to the power with which a step has so many tokens.
+
+    Raises:
+        UserError: if no power does.
+    """
+    least, most = 1.0, 1.0 + len(PUBLISHED_SURVIVAL)
+    if not least < mean < most:
+        raise UserError(f"a mean of {mean:g} tokens per step is not between {least:g} and {most:g}")
+    low, high = 0.0, 64.0
+    for _ in range(60):
+        power = (low + high) / 2
+        survival = tuple(share**power for share in PUBLISHED_SURVIVAL)
+        low, high = (power, high) if tokens_per_step(survival) > mean else (low, power)
+    return survival
 
 
 @pytree

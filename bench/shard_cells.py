@@ -55,9 +55,11 @@ class Cell:
         )
 
 
-def step_program(model: ShardModel, drafter: Drafter, cfg: HierarchyConfig) -> Any:  # noqa: ANN401
-    """One decode step of the library, as an engine dispatches it."""
-    step = partial(packed_steps, 1, model, Speculation(drafter), cfg)
+def step_program(
+    model: ShardModel, drafter: Drafter, cfg: HierarchyConfig, params: ShardParams
+) -> Any:  # noqa: ANN401  # a jitted function
+    """A decode step as an engine dispatches it, which takes weights as the leaves of `params`."""
+    step = partial(packed_steps, 1, model, Speculation(drafter), cfg, jax.tree.structure(params))
     return jax.jit(step, donate_argnums=(3, 4))
 
 
@@ -89,15 +91,13 @@ def decode_state(
     texts = dataclasses.replace(
         texts, anchor=text[:, 0], end=jnp.full_like(texts.end, cfg.capacity - cfg.queries)
     )
-    state = DecodeState(
-        hierarchy=hierarchy,
-        draft=full_ring(drafter.init(cfg.requests), history),
-        load=init_load(cfg.requests, drafter.length),
-        texts=texts,
-    )
     device = SingleDeviceSharding(jax.devices()[0])
-    beside = dataclasses.replace(state, hierarchy=())  # its leaves are where they belong
-    return dataclasses.replace(jax.device_put(beside, device), hierarchy=hierarchy)
+    return DecodeState(
+        hierarchy=hierarchy,  # its leaves are where they belong
+        draft=jax.device_put(full_ring(drafter.init(cfg.requests), history), device),
+        load=jax.device_put(init_load(cfg.requests, drafter.length), device),
+        texts=jax.device_put(texts, device),
+    )
 
 
 def no_profile(cfg: HierarchyConfig) -> Profile:
@@ -118,4 +118,5 @@ def abstract_operands(
         texts=jax.eval_shape(lambda: no_texts(rows)),
     )
     place: Packed = jax.eval_shape(lambda: places(cfg, 1)[0])
-    return params, draft, jax.eval_shape(lambda: no_profile(cfg)), state, place
+    profile = jax.eval_shape(lambda: no_profile(cfg))
+    return jax.tree.leaves(params), draft, profile, state, place

@@ -5,6 +5,7 @@ One account: weights by kind, the state by kind, and room for what a step comput
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,24 +56,29 @@ def account(setup: Setup, cell: Cell) -> Account:
 
 def fitting_rows(setup: Setup, cell: Cell, limit: float) -> int:
     """Hot slots per request and pool that fit into so many bytes, at most the whole history."""
-    low, high = 1, max(1, math.ceil(setup.capacity / ROWS_UNIT))
-    fits = lambda units: _bytes(setup, cell, hot_rows=units * ROWS_UNIT) <= limit
+    most = max(1, math.ceil(setup.capacity / ROWS_UNIT))
+    held = lambda units: dataclasses.replace(cell, hot_rows=units * ROWS_UNIT)
+    fits = lambda units: _bytes(setup, held(units)) <= limit
+    return ROWS_UNIT * _largest(most, fits)
+
+
+def most_requests(setup: Setup, cell: Cell, limit: float) -> int:
+    """Requests like the cell's that fit into so many bytes, at least one and at most its own."""
+    served = lambda count: dataclasses.replace(cell, requests=count)
+    return _largest(cell.requests, lambda count: _bytes(setup, served(count)) <= limit)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, as all below it do; 1 if none does."""
+    low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * ROWS_UNIT
+    return low
 
 
-def resident_requests(setup: Setup, cell: Cell, limit: float) -> int:
-    """Requests whose whole history fits into so many bytes, at least one and at most the cell's."""
-    count = cell.requests
-    while count > 1 and _bytes(setup, cell, requests=count) > limit:
-        count -= 1
-    return count
-
-
-def _bytes(setup: Setup, cell: Cell, **sized: int) -> float:
-    return account(setup, dataclasses.replace(cell, **sized)).device_bytes
+def _bytes(setup: Setup, cell: Cell) -> float:
+    return account(setup, cell).device_bytes
 
 
 def _size(tree: Any) -> int:  # noqa: ANN401  # any pytree

@@ -5,44 +5,46 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.replayed import PUBLISHED_SURVIVAL, PUBLISHED_TOKENS_PER_STEP, tokens_per_step
+from bench.replayed import PUBLISHED_TOKENS_PER_STEP, tokens_per_step
 from bench.roofline import Floors
-from bench.shard_setup import Setup
+from bench.shard_session import Asked, Planned
 
 console = Console(stderr=True)
 
 
-def said(
-    setup: Setup, requests: int, context: int, layers: int | None, gpus: int, floors: Floors
-) -> dict[str, Any]:
+def said(asked: Asked, cells: list[Planned], floors: Floors) -> dict[str, Any]:
     """What every result says at its top."""
-    config = setup.model.config
+    setup = cells[0].setup
+    config, held = setup.model.config, asked.host_requests
+    shared = f"; beyond {held} requests, they share host pages" if held < max(asked.loads) else ""
     return {
         "model": {
             "layers": config.num_layers,
-            "of": "all layers" if layers is None else f"the first {layers}",
+            "of": "all layers" if asked.layers is None else f"the first {asked.layers}",
             "experts_here": setup.model.experts,
             "experts": config.num_experts,
-            "gpus": gpus,
+            "gpus": asked.gpus,
             "groups": [len(group) for group in config.groups],
         },
         "floors": floors._asdict(),
         "executed": [
-            f"decode_step of the library, {requests} requests x {context} positions, all kernels",
+            f"decode_step of the library, all kernels, requests of {asked.context} positions",
             f"{config.num_layers} layers: attention, indexer with top-K, norms, router, shared "
             f"expert, {setup.model.experts} of {config.num_experts} experts, head; weights random, "
             "fp8 with a scale per output channel, bfloat16 products",
             "the draft model, with random weights, its ring full",
-            "host pools of full size in pinned memory; retrieval, backup, adaptation",
+            f"host pools of {held} requests in pinned memory{shared}",
+            "retrieval, backup and adaptation",
         ],
         "modelled": [
             "selections: calibrated traces (bench.traces) in place of the indexer's, whose scores "
             "and top-K are computed all the same",
-            f"experts: {gpus} GPUs' tokens as uniform picks, so that each expert has the load that "
-            "they send; no all-to-all",
-            f"acceptance: survival by position {PUBLISHED_SURVIVAL}, "
-            f"{tokens_per_step(PUBLISHED_SURVIVAL):.2f} tokens per step (published for a DSpark of "
-            f"GLM-5.2; the mean published beside it is {PUBLISHED_TOKENS_PER_STEP})",
+            f"experts: {asked.gpus} GPUs' tokens as uniform picks, so each expert has the load "
+            "that they send; no all-to-all",
+            f"acceptance: survival by position {[round(x, 3) for x in asked.survival]}, "
+            f"{tokens_per_step(asked.survival):.2f} tokens per step (the profile is published for "
+            f"a DSpark of GLM-5.2; the mean published beside it is {PUBLISHED_TOKENS_PER_STEP})",
+            "tokens_per_s_at_published_mean: the measured step, with that mean; not measured",
             "sizes of the draft, as far as they are not published (bench.shard_setup.draft_config)",
             "one host per GPU: the link is not shared",
         ],
@@ -70,20 +72,23 @@ def tell(name: str, figures: dict[str, Any]) -> None:
     console.print({k: round(v, 3) for k, v in figures["stages_ms"].items()})
 
 
-def table_of(cells: dict[str, Any]) -> Table:
-    """All cells beside each other."""
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """All rows of a sweep beside each other."""
     table = Table(title="One decode GPU")
-    for name in ("cell", "requests", "tokens/s", "TPOT ms", "step ms", "floor ms", "x", "fetched"):
-        table.add_column(name, justify="left" if name == "cell" else "right")
-    for name, each in cells.items():
+    table.add_column("cell")
+    for name in ("requests", "running", "tokens/s", "TPOT ms", "step ms", "floor ms", "x"):
+        table.add_column(name, justify="right")
+    table.add_column("fetched", justify="right")
+    for row in rows:
         table.add_row(
-            name,
-            str(each["requests"]),
-            f"{each['tokens_per_s']:.1f}",
-            f"{each['tpot_ms']:.2f}",
-            f"{each['step_ms']:.2f}",
-            f"{each['floor_ms']:.2f}",
-            f"{each['floor_ratio']:.2f}",
-            f"{each['fetched_share']:.2%}",
+            row["cell"],
+            str(row["requests"]),
+            str(row["running"]),
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['tpot_ms']:.2f}",
+            f"{row['step_ms']:.2f}",
+            f"{row['floor_ms']:.2f}",
+            f"{row['floor_ratio']:.2f}",
+            f"{row['fetched_share']:.2%}",
         )
     return table

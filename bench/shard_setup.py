@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from bench.replayed import ReplayedDraft
 from bench.shard_cells import Cell, replaying
 from bench.shard_model import Replay, ShardModel, ShardParams
-from bench.shard_weights import Weights, abstract_weights
-from dhisparse_jax.config import HierarchyConfig
+from bench.shard_weights import Weights, abstract_leaf, abstract_weights
+from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.presets import GLM_PRESETS
 from dhisparse_jax.models.draft.block import Vocabulary
 from dhisparse_jax.models.draft.checkpoint import abstract_model
 from dhisparse_jax.models.draft.config import DraftConfig, MarkovConfig, SelectorConfig
 from dhisparse_jax.models.draft.drafter import drafter_of
+from dhisparse_jax.models.glm.decode import geometry_of
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
 from pallas_kernels.common.backends import Backend
 
@@ -98,6 +99,19 @@ def capacity_of(context: int, room: int) -> int:
     return -(-(context + room) // HOST_PAGE) * HOST_PAGE
 
 
+def host_requests(name: str, layers: int | None, capacity: int, host_bytes: float) -> int:
+    """Requests of so many positions whose records and keys fit into so much host memory."""
+    probe = HierarchyConfig(
+        geometry=geometry_of(cut(GLM_PRESETS[name], layers), ShardModel.dtype),
+        policy=Policy.FIXED,
+        requests=1,
+        capacity=capacity,
+        hot_rows=1,
+        host_page=HOST_PAGE,
+    )
+    return int(host_bytes) // (probe.row_pages * probe.host_page_bytes)
+
+
 def drafter_for(kind: str, target: GlmConfig, weights: Weights, dtype: str) -> tuple[Drafter, Any]:
     """A drafter, and shapes of its weights."""
     if kind == "none":
@@ -118,8 +132,12 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
     traces: int,
     gpus: int = 8,
     expert_backend: Backend = "reference",
+    host_pages: int | None = None,
 ) -> Setup:
-    """Shapes of everything for one draft; nothing is allocated."""
+    """Shapes of everything for one draft; nothing is allocated.
+
+    Without `host_pages`, every request has its own; with fewer than they need, requests share them.
+    """
     config = cut(GLM_PRESETS[name], layers)
     model = ShardModel(
         config=config,
@@ -129,8 +147,8 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
     weights = abstract_weights(config, model.experts)
     inner, draft_weights = drafter_for(draft, config, weights, model.dtype)
     queries = inner.length + 1
-    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    i32 = lambda *shape: abstract_leaf(shape, jnp.int32)
+    flag = abstract_leaf((), jnp.bool_)
     replay = Replay(
         on=flag,
         selections=i32(traces, room + queries, config.index_top_k),
@@ -142,7 +160,7 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
         inner=draft_weights,
         on=flag,
         text=replay.text,
-        survival=jax.ShapeDtypeStruct((inner.length,), jnp.float32),
+        survival=abstract_leaf((inner.length,), jnp.float32),
         key=jax.eval_shape(lambda: jax.random.key(0)),
     )
     capacity = capacity_of(context, room)
@@ -152,5 +170,5 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
         params=ShardParams(weights=weights, replay=replay),
         draft_params=draft_params if inner.length else (),
         capacity=capacity,
-        host_pages=requests * (capacity // HOST_PAGE),
+        host_pages=host_pages or requests * (capacity // HOST_PAGE),
     )

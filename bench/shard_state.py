@@ -5,7 +5,8 @@ hold what an admission puts there (`hierarchy.admit`): the newest records before
 what an LRU cache would hold, since traces name positions in the order of their last selection.
 
 Host pools repeat a pattern of `PATTERN` random records, so what is on the device can be made there,
-equal to the bytes in host memory, and no time depends on it.
+equal to the bytes in host memory, and no time depends on it. Requests that find no host pages of
+their own share those of others: what they read is as far apart, and nothing depends on its values.
 """
 
 import dataclasses
@@ -144,7 +145,7 @@ def _content(
     newest = np.arange(max(history - cfg.tail, 0), history)
     ring = np.zeros(cfg.tail, np.int64)
     ring[newest % cfg.tail] = newest
-    of = lambda positions: (base + np.maximum(positions, 0)) % PATTERN
+    of = lambda positions: (base + np.maximum(positions, 0)) % cfg.host_rows % PATTERN
     member = np.arange(members)[:, None, None] * PATTERN
     parts = [(member + of(positions)[None]).reshape(-1) for positions in (held, ring)]
     return np.concatenate([*parts, np.zeros(rows * cfg.staging)]).astype(np.int32)
@@ -185,7 +186,9 @@ def warm_state(
 
     state = jax.tree_util.tree_map_with_path(placed, abstract(cfg))
     keys = [
-        jax.device_put(_history_keys(pattern.keys, cfg.requests, cfg.records), device)
+        jax.device_put(
+            _history_keys(pattern.keys, cfg.requests, cfg.records, cfg.host_rows), device
+        )
         for pattern in made
     ]
     return _with_keys(state, keys)
@@ -202,7 +205,8 @@ def _with_keys(state: HierarchyState, keys: list[StoredKeys]) -> HierarchyState:
 def _rest(cfg: HierarchyConfig, name: str, leaf: jax.ShapeDtypeStruct, history: int) -> Any:  # noqa: ANN401
     """Leaves that are neither of a pool nor of a hot pool."""
     if name == "host_page_of":
-        return np.arange(cfg.requests * cfg.row_pages, dtype=np.int32).reshape(leaf.shape)
+        number = np.arange(cfg.requests * cfg.row_pages, dtype=np.int32)
+        return (number % cfg.host_page_count).reshape(leaf.shape)
     full = {"length": history, "active": True, "budget": cfg.share_pages, **FILL}
     return jnp.full(leaf.shape, full.get(name, 0), leaf.dtype)
 
@@ -212,8 +216,8 @@ def _taken(pattern: Int[Array, "P W"], content: Int[Array, " S"]) -> Int[Array, 
     return pattern.at[content].get(mode="promise_in_bounds")
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _history_keys(keys: StoredKeys, rows: int, records: int) -> StoredKeys:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _history_keys(keys: StoredKeys, rows: int, records: int, host_rows: int) -> StoredKeys:
     """Row r, position c has the key of host row r * records + c: pages are whole."""
-    number = jnp.arange(rows * records, dtype=jnp.int32) % PATTERN
+    number = jnp.arange(rows * records, dtype=jnp.int32) % host_rows % PATTERN
     return jax.tree.map(lambda leaf: leaf[number].reshape(rows, records, *leaf.shape[1:]), keys)

@@ -121,9 +121,9 @@ def abstract_weights(config: GlmConfig, experts: int) -> Weights:
     """Shapes and dtypes, with so many of the routed experts per layer."""
     width, vocabulary = config.hidden_size, config.vocab_size
     return Weights(
-        embedding=_leaf((vocabulary, width)),
-        head=_leaf((width, vocabulary)),
-        norm=_leaf((width,)),
+        embedding=abstract_leaf((vocabulary, width)),
+        head=abstract_leaf((width, vocabulary)),
+        norm=abstract_leaf((width,)),
         layers=tuple(_layer(config, number, experts) for number in range(config.num_layers)),
     )
 
@@ -133,10 +133,10 @@ def _layer(config: GlmConfig, number: int, experts: int) -> Layer:
     dense = number < config.num_dense_layers
     full = config.indexer_types[number] == "full"
     return Layer(
-        norms=_leaf((2, width)),
+        norms=abstract_leaf((2, width)),
         latents=_matrix(config.q_lora_rank + config.row_dim, width),
-        query_norm=_leaf((config.q_lora_rank,)),
-        row_norm=_leaf((latent,)),
+        query_norm=abstract_leaf((config.q_lora_rank,)),
+        row_norm=abstract_leaf((latent,)),
         queries=_matrix(heads * config.qk_dim, config.q_lora_rank),
         to_latent=_matrix(heads, latent, config.qk_nope_dim),
         from_latent=_matrix(heads, config.v_dim, latent),
@@ -150,16 +150,16 @@ def _indexer(config: GlmConfig) -> Indexer:
     return Indexer(
         queries=_matrix(config.index_heads * config.index_dim, config.q_lora_rank),
         keys=_matrix(config.index_dim, config.hidden_size),
-        key_norm=_leaf((2, config.index_dim)),
-        heads=_leaf((config.index_heads, config.hidden_size)),
+        key_norm=abstract_leaf((2, config.index_dim)),
+        heads=abstract_leaf((config.index_heads, config.hidden_size)),
     )
 
 
 def _moe(config: GlmConfig, experts: int) -> Moe:
     width, inner = config.hidden_size, config.expert_intermediate_size
     return Moe(
-        router=_leaf((config.num_experts, width)),
-        bias=_leaf((config.num_experts,), jnp.float32),
+        router=abstract_leaf((config.num_experts, width)),
+        bias=abstract_leaf((config.num_experts,), jnp.float32),
         experts=_mlp(width, inner, experts),
         shared=_mlp(width, config.num_shared_experts * inner),
     )
@@ -170,10 +170,11 @@ def _mlp(width: int, inner: int, *several: int) -> Mlp:
 
 
 def _matrix(*shape: int) -> Any:  # noqa: ANN401  # shapes in place of arrays
-    return Matrix(numbers=_leaf(shape, FP8), scale=_leaf(shape[:-1], jnp.float32))
+    return Matrix(numbers=abstract_leaf(shape, FP8), scale=abstract_leaf(shape[:-1], jnp.float32))
 
 
-def _leaf(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:  # noqa: ANN401
+def abstract_leaf(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:  # noqa: ANN401
+    """A shape where a pytree asks for an array."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 

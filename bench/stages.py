@@ -76,7 +76,7 @@ def stage_of(kernel: str, scopes: Mapping[str, str]) -> str:
     return known[-1] if known else "other"
 
 
-def profiled(run: Callable[[], None]) -> dict[str, tuple[float, int]]:
+def profiled(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
     """GPU seconds and calls of every kernel that runs meanwhile; empty without a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
