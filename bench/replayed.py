@@ -7,7 +7,6 @@ comparison included, is the library's own.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,22 +16,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from bench.script import script
 from bench.traces import trace
+from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, tokens_per_step
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler
 from dhisparse_jax.speculation.protocol import Drafter, DraftState, Proposal
-
-PUBLISHED_SURVIVAL = (0.829, 0.723, 0.646, 0.587, 0.539, 0.500, 0.464)
-"""Share of the drafts of which proposal i and all before it were accepted, as served for GLM-5.2 (a
-DSpark of 7 proposals); none is published for GLM-5.3 with DFlash2. 5.29 tokens per step."""
-
-PUBLISHED_TOKENS_PER_STEP = 3.97
-"""Mean acceptance length published with it, the extra token included: over other texts."""
-
-
-def tokens_per_step(survival: Sequence[float]) -> float:
-    """Expected tokens of a step: what survives, and the token after it."""
-    return 1.0 + sum(survival)
 
 
 def survival_for(mean: float) -> tuple[float, ...]:

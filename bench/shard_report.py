@@ -5,9 +5,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.replayed import PUBLISHED_TOKENS_PER_STEP, tokens_per_step
 from bench.roofline import Floors
 from bench.shard_session import Asked, Planned
+from dhisparse_jax.configs.workload import PUBLISHED_TOKENS_PER_STEP, tokens_per_step
 
 console = Console(stderr=True)
 
@@ -45,7 +45,7 @@ def said(asked: Asked, cells: list[Planned], floors: Floors) -> dict[str, Any]:
             f"{tokens_per_step(asked.survival):.2f} tokens per step (the profile is published for "
             f"a DSpark of GLM-5.2; the mean published beside it is {PUBLISHED_TOKENS_PER_STEP})",
             "tokens_per_s_at_published_mean: the measured step, with that mean; not measured",
-            "sizes of the draft, as far as they are not published (bench.shard_setup.draft_config)",
+            "sizes of the draft, as far as they are not published (models.draft.glm_drafts)",
             "one host per GPU: the link is not shared",
         ],
     }

@@ -9,15 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from bench.replayed import PUBLISHED_TOKENS_PER_STEP
 from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_compile import Program
 from bench.shard_load import Loaded
 from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
 from bench.stages import by_stage, profiled
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.configs.gpus import Rates
+from dhisparse_jax.configs.workload import PUBLISHED_TOKENS_PER_STEP
 from dhisparse_jax.engine.output import places, unpacked
-from dhisparse_jax.models.glm.costs import Rates, StepLoad, stage_seconds, step_seconds, step_work
+from dhisparse_jax.models.glm.costs import StepLoad, stage_seconds, step_seconds, step_work
 from dhisparse_jax.step import DecodeState, StepOutput
 
 

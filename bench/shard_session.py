@@ -15,17 +15,14 @@ from bench.replayed import selections
 from bench.shard_cells import Cell
 from bench.shard_compile import Program, compile_step
 from bench.shard_load import Loaded, load
-from bench.shard_memory import fitting_rows, most_requests
+from bench.shard_memory import fitted
 from bench.shard_run import Common, Plan, run_cell
 from bench.shard_setup import HOST_PAGE, Setup, abstract_setup, capacity_of, host_requests
 from bench.shard_state import host_pools, patterns
 from bench.shard_weights import random_weights
 from dhisparse_jax.config import Policy
-from dhisparse_jax.models.glm.costs import Rates
+from dhisparse_jax.configs.gpus import Rates
 from pallas_kernels.common.backends import Backend
-
-FIXED_ROWS = 2
-"""Slots of `fixed` per request, in units of the top-K: HiSparse's default."""
 
 SPARE_TRACES = 16
 """At least so many different texts are replayed."""
@@ -127,17 +124,8 @@ def planned(asked: Asked) -> list[Planned]:
 def _sized(name: str, setup: Setup, load: int, asked: Asked) -> Cell:
     """The cell of a name, as large as memory lets it be."""
     policy = Policy(name.partition("_")[0])
-    top_k, limit = setup.model.config.index_top_k, asked.device_bytes
-    rows = {
-        Policy.RESIDENT: setup.capacity,
-        Policy.FIXED: min(setup.capacity, FIXED_ROWS * top_k),
-        Policy.ADAPTIVE: min(setup.capacity, top_k),
-    }[policy]
-    cell = Cell(name=name, policy=policy, draft=draft_of(name), requests=load, hot_rows=rows)
-    cell = dataclasses.replace(cell, requests=most_requests(setup, cell, limit))
-    if policy is Policy.ADAPTIVE:
-        return dataclasses.replace(cell, hot_rows=fitting_rows(setup, cell, limit))
-    return cell
+    cell = Cell(name=name, policy=policy, draft=draft_of(name), requests=load, hot_rows=1)
+    return fitted(setup, cell, asked.device_bytes)
 
 
 class Session:

@@ -41,7 +41,7 @@ SCOPES = {
 
 KERNELS = {
     "index_scores": "index",
-    "top_k": "index",
+    "top_k": "top-K",
     "plan": "plan",
     "retrieve_attend": "retrieve and attend",
     "retrieve": "retrieve",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.configs.gpus import Rates, Speed
 
 BF16, F32 = 2, 4
 
@@ -31,14 +32,6 @@ class Work(NamedTuple):
     hbm_bytes: float = 0.0
     flops: float = 0.0
     link_bytes: float = 0.0
-
-
-class Rates(NamedTuple):
-    """What a machine does: bytes per second of its memory and of its link, and flops per second."""
-
-    hbm: float
-    link: float
-    flops: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,3 +157,39 @@ def step_seconds(work: Mapping[str, Work], rates: Rates) -> float:
     seconds = stage_seconds(work, rates)
     link = sum(seconds[stage] for stage, each in work.items() if each.link_bytes)
     return max(link, sum(seconds.values()) - link)
+
+
+def predicted_seconds(
+    config: GlmConfig,
+    work: Mapping[str, Work],
+    load: StepLoad,
+    rates: Rates,
+    speeds: Mapping[str, Speed],
+) -> dict[str, float]:
+    """What each stage is expected to take: its floor at the share it reaches, and its calls.
+
+    Stages without a floor are there too: `plan`, `top-K`, and `rest`, what lies between the others.
+    """
+    floors = stage_seconds(work, rates)
+    pools, layers = len(config.groups), config.num_layers
+    calls = dict.fromkeys(("plan", "top-K", "index", "retrieve"), pools)
+    calls |= {"attend": layers, "rest": layers, "draft": 1}
+    tokens = load.requests * load.queries
+    found = {}
+    for stage in [*floors, "top-K", "plan", "rest"]:
+        speed = speeds[stage]
+        each = speed.call_us + tokens * speed.token_us
+        found[stage] = floors.get(stage, 0.0) / speed.share + 1e-6 * calls.get(stage, 0) * each
+    if not load.fetched:
+        found["retrieve"] = 0.0
+    return found
+
+
+def exposed_seconds(config: GlmConfig, load: StepLoad, seconds: Mapping[str, float]) -> float:
+    """Time of the retrieval that nothing hides.
+
+    With one query per request, the first layer of a group attends in the same launch. With several,
+    attention follows.
+    """
+    beside = len(config.groups) / config.num_layers * seconds["attend"] if load.queries == 1 else 0
+    return max(0.0, seconds["retrieve"] - beside)

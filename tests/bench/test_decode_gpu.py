@@ -8,29 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.replayed import (
-    PUBLISHED_SURVIVAL,
-    accepted_proposals,
-    followed,
-    selections,
-    tokens_per_step,
-)
+from bench.replayed import accepted_proposals, followed, selections
 from bench.script import Script
 from bench.shard_cells import Cell, decode_state, no_profile, step_program
 from bench.shard_experts import expert_room, run_experts, uniform_picks
 from bench.shard_load import replay_arrays
-from bench.shard_memory import account, fitting_rows, most_requests
+from bench.shard_memory import account, fitted
 from bench.shard_model import ShardParams
 from bench.shard_setup import abstract_setup
 from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_weights import abstract_weights, random_like, random_weights
 from bench.simulator import Simulator
 from dhisparse_jax.config import Policy
+from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
+from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, tokens_per_step
 from dhisparse_jax.engine.output import places, unpacked
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import abstract
-from dhisparse_jax.models.glm.costs import Rates, StepLoad, step_seconds, step_work, weight_bytes
+from dhisparse_jax.models.glm.costs import StepLoad, step_seconds, step_work, weight_bytes
 
 CONTEXT = 300
 
@@ -83,15 +80,15 @@ def test_the_account_is_the_bytes_of_all_arrays(draft):
 
 def test_hot_rows_and_requests_are_the_most_that_fit():
     setup = setup_of(model="glm-5.3", layers=None, context=100_000, room=400, requests=16, gpus=8)
-    limit, cell = 143e9, cell_of(Policy.ADAPTIVE, requests=16)
-    rows = fitting_rows(setup, cell, limit)
-    held = lambda rows: account(setup, dataclasses.replace(cell, hot_rows=rows)).device_bytes
-    assert held(rows) <= limit < held(rows + 256)
-    whole = cell_of(Policy.RESIDENT, requests=16)
-    count = most_requests(setup, whole, limit)
-    assert 1 < count < 16
-    more = dataclasses.replace(whole, requests=count + 1)
-    assert account(setup, more).device_bytes > limit
+    limit, held = 143e9, lambda cell: account(setup, cell).device_bytes
+    cell = fitted(setup, cell_of(Policy.ADAPTIVE, requests=16), limit)
+    assert cell.requests == 16
+    assert held(cell) <= limit < held(dataclasses.replace(cell, hot_rows=cell.hot_rows + 256))
+    whole = fitted(setup, cell_of(Policy.RESIDENT, requests=16), limit)
+    assert 1 < whole.requests < 16
+    assert limit < held(dataclasses.replace(whole, requests=whole.requests + 1))
+    with pytest.raises(UserError, match=r"needs 11\d.\d GB of device memory for one request"):
+        fitted(setup, cell_of(Policy.RESIDENT), 100e9)
 
 
 def test_acceptance_has_the_profile():
