@@ -33,6 +33,7 @@ What they share
     shard_*.py    one GPU's share of a model: weights, layers, experts, state, memory, cells, report
     replayed.py   selections and acceptance that a share of a model is made to follow
     stages.py     GPU time by stage, from a profile
+    decode_plots.py  pictures of what decode_gpu wrote
     ops/          production sizes, a module per operation
 results/          committed results
 """

@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +10,13 @@ from jax.sharding import SingleDeviceSharding
 
 from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_compile import Program
+from bench.shard_figures import figures_of, reached
 from bench.shard_load import Loaded
 from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
 from bench.stages import by_stage, profiled
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.configs.gpus import Rates
-from dhisparse_jax.configs.workload import PUBLISHED_TOKENS_PER_STEP
 from dhisparse_jax.engine.output import places, unpacked
-from dhisparse_jax.models.glm.costs import StepLoad, stage_seconds, step_seconds, step_work
 from dhisparse_jax.step import DecodeState, StepOutput
 
 
@@ -114,13 +112,13 @@ def run_cell(
     seconds = [stepper.advance(count) for count in halves]
     timed = stepper.outputs[plan.warm :]
     kernels = profiled(lambda: stepper.advance(plan.profiled)) if plan.profiled else {}
-    figures = {
+    figures: dict[str, Any] = {
         "requests": cell.requests,
         "context": common.history,
         "policy": cell.policy.value,
         "draft": cell.draft,
         "hot_rows": cfg.hot_slots,
-        **figures_of(loaded, cell, timed, sum(seconds), common),
+        **figures_of(loaded, cell, timed, sum(seconds), common.history, common.rates),
         "step_ms_halves": [1e3 * s / n for s, n in zip(seconds, halves, strict=True)],
         **_stages(kernels, program.scopes, max(plan.profiled, 1)),
         "hbm_gb": _used_gb(),
@@ -130,6 +128,7 @@ def run_cell(
             bool((output.tokens[0] == np.asarray(text)).all()) for output in stepper.outputs
         ),
     }
+    figures["reached"] = reached(figures["floor_stages_ms"], figures["stages_ms"])
     return Ran(figures, hosts_of(stepper.state.hierarchy))
 
 
@@ -141,52 +140,6 @@ def _stages(
     return {
         "stages_ms": dict(sorted(stages.items(), key=lambda item: -item[1])),
         "kernels_ms": top_kernels(kernels, steps),
-    }
-
-
-def figures_of(
-    loaded: Loaded,
-    cell: Cell,
-    outputs: Sequence[StepOutput],
-    seconds: float,
-    common: Common,
-) -> dict[str, Any]:
-    """What the timed steps did, beside the least that they must take."""
-    setup, cfg = loaded.setup, loaded.setup.config(cell)
-    config, experts = setup.model.config, setup.model.experts
-    steps = len(outputs)
-    tokens = sum(int(output.count.sum()) for output in outputs)
-    selected = np.mean([output.records.selected for output in outputs])
-    fetched = np.mean([output.records.fetched[0] for output in outputs], axis=0)
-    staged = np.mean([output.records.staged for output in outputs])
-    words = np.asarray([cfg.record_words(pool) for pool in range(cfg.pools)])
-    link = 4.0 * float((fetched.sum(axis=1) * words).sum())
-    load = StepLoad(
-        requests=cell.requests,
-        queries=cfg.queries,
-        context=common.history,
-        attended=float(selected),
-        fetched=float(fetched.mean()),
-    )
-    work = step_work(config, experts, cfg, load, loaded.draft_bytes)
-    floor = step_seconds(work, common.rates)
-    step = seconds / steps
-    at_mean = PUBLISHED_TOKENS_PER_STEP if setup.drafter.length else 1.0
-    return {
-        "tokens_per_s": tokens / seconds,
-        "tokens_per_s_at_published_mean": cell.requests * at_mean / step,
-        "tpot_ms": 1e3 * seconds * cell.requests / tokens,
-        "step_ms": 1e3 * step,
-        "steps": steps,
-        "tokens_per_step": tokens / steps / cell.requests,
-        "union": float(selected) / config.index_top_k,
-        "fetched_per_k": float(fetched.mean()) / config.index_top_k,
-        "fetched_share": float(fetched.mean() / selected),
-        "staged_share": float(staged / selected),
-        "link_gb_per_step": link / 1e9,
-        "floor_ms": 1e3 * floor,
-        "floor_ratio": step / floor,
-        "floor_stages_ms": {s: 1e3 * t for s, t in stage_seconds(work, common.rates).items()},
     }
 
 

@@ -89,12 +89,12 @@ def _document(asked: "Deployment", each: "Planned") -> dict[str, Any]:
         "bytes": each.memory.bytes,
         "device_bytes": each.memory.device_bytes,
         "host_bytes": each.memory.host_bytes,
-        "fetched_share": each.fetched_share,
+        "fetched_share": each.step.fetched_share,
         "tokens_per_step": each.tokens_per_step,
-        "stages_ms": {stage: 1e3 * seconds for stage, seconds in each.stages.items()},
-        "exposed_ms": 1e3 * each.exposed,
-        "step_ms": 1e3 * each.step if fits else None,
-        "floor_ms": 1e3 * each.floor if fits else None,
+        "stages_ms": {stage: 1e3 * seconds for stage, seconds in each.step.stages.items()},
+        "exposed_ms": 1e3 * each.step.exposed,
+        "step_ms": 1e3 * each.step.seconds if fits else None,
+        "floor_ms": 1e3 * each.step.floor if fits else None,
         "tpot_ms": 1e3 * each.tpot if fits else None,
         "tokens_per_s": each.tokens_per_s if fits else None,
     }
@@ -142,19 +142,22 @@ def _bytes(_: "Deployment", found: "list[Planned]") -> Rows:
 
 def _stages(found: "list[Planned]") -> Rows:
     rows = [
-        (stage, _where_it_fits(found, lambda each, stage=stage: f"{1e3 * each.stages[stage]:.2f}"))
-        for stage in found[0].stages
+        (
+            stage,
+            _where_it_fits(found, lambda each, stage=stage: f"{1e3 * each.step.stages[stage]:.2f}"),
+        )
+        for stage in found[0].step.stages
     ]
-    exposed = _where_it_fits(found, lambda each: f"{1e3 * each.exposed:.2f}")
+    exposed = _where_it_fits(found, lambda each: f"{1e3 * each.step.exposed:.2f}")
     return [*rows, ("  of retrieve, exposed", exposed)]
 
 
 def _speed(found: "list[Planned]") -> Rows:
     shown: list[tuple[str, Callable[[Planned], str]]] = [
-        ("fetched share of a selection", lambda each: f"{each.fetched_share:.1%}"),
+        ("fetched share of a selection", lambda each: f"{each.step.fetched_share:.1%}"),
         ("tokens per step and request", lambda each: f"{each.tokens_per_step:.2f}"),
-        ("ms per step", lambda each: f"{1e3 * each.step:.1f}"),
-        ("  at least, by bytes and flops", lambda each: f"{1e3 * each.floor:.1f}"),
+        ("ms per step", lambda each: f"{1e3 * each.step.seconds:.1f}"),
+        ("  at least, by bytes and flops", lambda each: f"{1e3 * each.step.floor:.1f}"),
         ("ms per output token", lambda each: f"{1e3 * each.tpot:.1f}"),
         ("tokens/s per GPU", lambda each: f"{each.tokens_per_s:.0f}"),
     ]

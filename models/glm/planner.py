@@ -72,6 +72,32 @@ class Deployment:
         return math.ceil(self.context / HOST_PAGE) * HOST_PAGE
 
 
+class Expected(NamedTuple):
+    """A decode step.
+
+    Attributes:
+        load: what it has to do.
+        stages: seconds of each, the whole retrieval among them.
+        exposed: seconds of the retrieval that nothing hides.
+        floor: seconds that it takes at least.
+    """
+
+    load: StepLoad
+    stages: dict[str, float]
+    exposed: float
+    floor: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all of it."""
+        return sum(self.stages.values()) - self.stages["retrieve"] + self.exposed
+
+    @property
+    def fetched_share(self) -> float:
+        """Of the rows that it selects."""
+        return self.load.fetched / self.load.attended
+
+
 class Planned(NamedTuple):
     """A policy on one GPU.
 
@@ -80,30 +106,19 @@ class Planned(NamedTuple):
         fit: what is on the GPU at the same time; requests beyond it wait.
         memory: of it, or of one request if none fits.
         tokens_per_step: of a request.
-        fetched_share: of the rows that a step selects.
-        stages: seconds of each, the whole retrieval among them.
-        exposed: seconds of the retrieval that nothing hides.
-        floor: seconds that a step takes at least.
+        step: that is expected.
     """
 
     policy: Policy
     fit: Fit
     memory: Account
     tokens_per_step: float
-    fetched_share: float
-    stages: dict[str, float]
-    exposed: float
-    floor: float
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step."""
-        return sum(self.stages.values()) - self.stages["retrieve"] + self.exposed
+    step: Expected
 
     @property
     def tpot(self) -> float:
         """Seconds per output token of a request."""
-        return self.step / self.tokens_per_step
+        return self.step.seconds / self.tokens_per_step
 
     @property
     def tokens_per_s(self) -> float:
@@ -182,20 +197,34 @@ def _planned(asked: Deployment, draft: Draft, policy: Policy) -> Planned:
     fits = lambda fit: held(fit).device_bytes <= limit
     found = fit(policy, asked.requests, asked.capacity, config.index_top_k, fits)
     some = found._replace(requests=max(1, found.requests))
-    cfg, tokens = sized(some), _tokens_per_step(asked, draft)
-    load = step_load(config, cfg, asked.context, tokens)
-    work = step_work(config, experts, cfg, load, draft.bytes)
-    stages = predicted_seconds(config, work, load, asked.gpu.rates, asked.gpu.speeds)
+    tokens = _tokens_per_step(asked, draft)
     return Planned(
         policy=policy,
         fit=found,
         memory=held(some),
         tokens_per_step=tokens,
-        fetched_share=load.fetched / load.attended,
-        stages=stages,
-        exposed=exposed_seconds(config, load, stages),
-        floor=step_seconds(work, asked.gpu.rates),
+        step=expected(
+            config, experts, sized(some), asked.context, tokens, draft.bytes, gpu=asked.gpu
+        ),
     )
+
+
+def expected(
+    config: GlmConfig,
+    experts: int,
+    cfg: HierarchyConfig,
+    context: int,
+    tokens: float,
+    draft_bytes: int,
+    *,
+    gpu: Gpu,
+) -> Expected:
+    """The step of texts as local as published ones; see `costs.step_work` and `step_load`."""
+    load = step_load(config, cfg, context, tokens)
+    work = step_work(config, experts, cfg, load, draft_bytes)
+    stages = predicted_seconds(config, work, load, gpu.rates, gpu.speeds)
+    exposed = exposed_seconds(config, load, stages)
+    return Expected(load, stages, exposed, step_seconds(work, gpu.rates))
 
 
 def hierarchy_of(asked: Deployment, policy: Policy, fit: Fit, queries: int) -> HierarchyConfig:

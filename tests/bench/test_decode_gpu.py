@@ -1,6 +1,7 @@
 """What the decode benchmark is made of: its state, its account, and what it replays."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -8,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.replayed import accepted_proposals, followed, selections
+from bench.replayed import accepted_proposals, followed, selections, survival_for
 from bench.script import Script
 from bench.shard_cells import Cell, decode_state, no_profile, step_program
 from bench.shard_experts import expert_room, run_experts, uniform_picks
 from bench.shard_load import replay_arrays
 from bench.shard_memory import account, fitted
 from bench.shard_model import ShardParams
-from bench.shard_setup import abstract_setup
+from bench.shard_setup import abstract_setup, host_requests
 from bench.shard_state import host_pools, hosts_of, patterns, warm_state
+from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
 from bench.shard_weights import abstract_weights, random_like, random_weights
 from bench.simulator import Simulator
 from dhisparse_jax.config import Policy
@@ -89,6 +91,87 @@ def test_hot_rows_and_requests_are_the_most_that_fit():
     assert limit < held(dataclasses.replace(whole, requests=whole.requests + 1))
     with pytest.raises(UserError, match=r"needs 11\d.\d GB of device memory for one request"):
         fitted(setup, cell_of(Policy.RESIDENT), 100e9)
+
+
+def test_requests_without_host_pages_of_their_own_share_them():
+    setup = setup_of(host_pages=2 * 22)  # capacity 352: of two requests, for three
+    cfg = setup.config(cell_of(Policy.ADAPTIVE))
+    made = patterns(cfg)
+    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+    pages = np.asarray(state.host_page_of)
+    assert cfg.host_page_count == 44
+    assert (pages[2] == pages[0]).all() and not set(pages[1]) & set(pages[0])
+    broken = [name for name, holds in check_invariants(state, cfg).items() if not holds]
+    assert broken == ["shared_is_complete"]  # the last page of both still grows
+
+
+def test_host_memory_has_whole_requests():
+    """100,000 positions of GLM-5.3: records of 52,608 bytes, and keys of 21 x 256."""
+    each = 100_000 * (2 * 768 + 19 * 2688 + 21 * 256)
+    assert host_requests("glm-5.3", None, 100_000, 16.9 * each) == 16
+
+
+@pytest.mark.parametrize("mean", [1.5, 3.97, 5.29, 7.5])
+def test_a_profile_with_another_mean(mean):
+    survival = survival_for(mean)
+    assert tokens_per_step(survival) == pytest.approx(mean)
+    assert list(survival) == sorted(survival, reverse=True)
+    assert 0 < survival[-1] <= survival[0] < 1
+
+
+def test_a_mean_that_no_profile_has_is_refused():
+    with pytest.raises(UserError, match="a mean of 9 tokens per step is not between 1 and 8"):
+        survival_for(9.0)
+
+
+def figures(requests, tokens_per_s, tpot_ms):
+    kept = dict.fromkeys(KEPT, 1.0) | {"tokens_per_s": tokens_per_s, "tpot_ms": tpot_ms}
+    return kept | {"requests": requests, "expected": {"measured_over_expected": 1.0}}
+
+
+SWEEP = [
+    row_of(4, "fixed", figures(4, 100.0, 40.0)),
+    row_of(16, "fixed", figures(16, 300.0, 53.0)),
+    row_of(64, "fixed", figures(40, 290.0, 138.0)),
+    row_of(4, "adaptive", figures(4, 110.0, 36.0)),
+    row_of(16, "adaptive", figures(16, 400.0, 40.0)),
+    row_of(64, "adaptive", figures(60, 1200.0, 50.0)),
+    row_of(4, "resident", figures(4, 112.0, 35.0)),
+]
+
+
+def test_the_most_within_a_bound():
+    asked, fixed, adaptive, _ = bounded(SWEEP, [41.0])
+    assert asked["bound"] == "41 ms"
+    assert asked["cells"]["fixed"] == {"requests": 4, "tokens_per_s": 100.0}
+    assert asked["cells"]["adaptive"] == {"requests": 16, "tokens_per_s": 400.0}
+    assert (fixed["bound"], fixed["tpot_ms"]) == ("fixed at its best", 53.0)
+    assert fixed["cells"]["adaptive"] == {"requests": 60, "tokens_per_s": 1200.0}
+    assert adaptive["cells"]["fixed"] == {"requests": 4, "tokens_per_s": 100.0}
+    assert not bounded(SWEEP, [1.0])[0]["cells"]
+
+
+def test_low_load_is_compared_with_resident():
+    assert compared_with_resident(SWEEP) == {"adaptive at 4": pytest.approx(110 / 112)}
+
+
+def test_pictures_of_a_result(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench.decode_plots import decode_gpu
+
+    cell = {
+        "stages_ms": {"experts": 20.0, "attend": 5.0, "plan": 0.1},
+        "reached": {"experts": 0.6, "attend": 0.4},
+        "step_ms": 27.0,
+        "floor_ratio": 2.0,
+    }
+    path = tmp_path / "result.json"
+    cells = {"fixed": cell, "adaptive_dflash2": cell | {"stages_ms": {}, "reached": {}}}
+    path.write_text(json.dumps({"sweep": SWEEP, "cells": cells}))
+    decode_gpu(path)
+    assert {file.name for file in tmp_path.glob("*.png")} == {
+        f"result_{name}.png" for name in ("sweep", "stages", "floor")
+    }
 
 
 def test_acceptance_has_the_profile():
