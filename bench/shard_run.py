@@ -117,7 +117,7 @@ def run_cell(
         "context": common.history,
         "policy": cell.policy.value,
         "draft": cell.draft,
-        "hot_rows": cfg.hot_slots,
+        "hot_rows": cfg.hot_slots(0),
         **figures_of(loaded, cell, timed, sum(seconds), common.history, common.rates),
         "step_ms_halves": [1e3 * s / n for s, n in zip(seconds, halves, strict=True)],
         **_stages(kernels, program.scopes, max(plan.profiled, 1)),

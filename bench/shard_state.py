@@ -1,8 +1,9 @@
 """The hierarchy as long decoding leaves it, without any of it: host pools, tables, hot slots, keys.
 
-Every row holds a request of the same length, and every pool of it the same number of pages. They
-hold what an admission puts there (`hierarchy.admit`): the newest records before the tail, which is
-what an LRU cache would hold, since traces name positions in the order of their last selection.
+Every row holds a request of the same length, and every pool of it the same number of pages, since
+all have a record for each position. They hold what an admission puts there (`hierarchy.admit`): the
+newest records before the tail, which is what an LRU cache would hold, since traces name positions
+in the order of their last selection.
 
 Host pools repeat a pattern of `PATTERN` random records, so what is on the device can be made there,
 equal to the bytes in host memory, and no time depends on it. Requests that find no host pages of
@@ -86,7 +87,7 @@ def host_pools(cfg: HierarchyConfig, made: list[Pattern]) -> list[HostPool]:
     """Host pools, made on the device and written out, one array at a time."""
 
     def placed(pattern: Int[Array, "P W"]) -> Array:
-        array = jax.device_put(_repeated(pattern, cfg.host_rows), host_sharding())
+        array = jax.device_put(_repeated(pattern, cfg.host_rows(0)), host_sharding())
         return array.block_until_ready()
 
     return [HostPool(placed(pattern.records), placed(pattern.packed)) for pattern in made]
@@ -113,23 +114,23 @@ def tables(cfg: HierarchyConfig, hot: int, history: int) -> Tables:
 
     `content` says which record of the stacked patterns each slot holds.
     """
-    members, rows, size = len(cfg.hot_pools[hot]), cfg.requests, cfg.hot_slots
-    end = max(history + cfg.fresh - cfg.tail, 0)
+    members, rows, size = len(cfg.hot_pools[hot]), cfg.requests, cfg.hot_slots(0)
+    end = max(history + cfg.fresh(0) - cfg.tail, 0)
     count = min(end, size)
     place = np.arange(size, dtype=np.int32)
     held = np.where(place < count, end - count + place, NO_SLOT).astype(np.int32)
     first = np.arange(members * rows, dtype=np.int32).reshape(members, rows) * size
-    slot_of = np.full((members, rows, cfg.records), NO_SLOT, np.int32)
+    slot_of = np.full((members, rows, cfg.records(0)), NO_SLOT, np.int32)
     slot_of[..., end - count : end] = first[..., None] + place[:count]
-    pages = np.full((members, rows, cfg.max_pages), NO_SLOT, np.int32)
-    shared = min(cfg.share_pages, cfg.max_pages)
+    pages = np.full((members, rows, cfg.max_pages(0)), NO_SLOT, np.int32)
+    shared = min(cfg.share_pages(0), cfg.max_pages(0))
     number = np.arange(shared, dtype=np.int32)
     pages[..., :shared] = first[..., None] // cfg.page_slots + number
     holder = np.asarray(cfg.hot_pools[hot])[:, None] * rows + np.arange(rows)[None]
     return Tables(
         slot_of=slot_of,
         pages=pages,
-        owner=np.repeat(holder.reshape(-1), cfg.share_pages).astype(np.int32),
+        owner=np.repeat(holder.reshape(-1), cfg.share_pages(0)).astype(np.int32),
         position=np.tile(held, members * rows),
         mark=np.tile(np.where(held >= 0, 1 - (end - held), 0), members * rows).astype(np.int32),
         content=_content(cfg, hot, held, history),
@@ -141,14 +142,14 @@ def _content(
 ) -> Int[np.ndarray, " S"]:
     """Record of the stacked patterns in every slot: pages, tails, staging."""
     members, rows = len(cfg.hot_pools[hot]), cfg.requests
-    base = np.arange(rows)[:, None] * cfg.row_pages * cfg.page_records
+    base = np.arange(rows)[:, None] * cfg.row_pages * cfg.page_records(0)
     newest = np.arange(max(history - cfg.tail, 0), history)
     ring = np.zeros(cfg.tail, np.int64)
     ring[newest % cfg.tail] = newest
-    of = lambda positions: (base + np.maximum(positions, 0)) % cfg.host_rows % PATTERN
+    of = lambda positions: (base + np.maximum(positions, 0)) % cfg.host_rows(0) % PATTERN
     member = np.arange(members)[:, None, None] * PATTERN
     parts = [(member + of(positions)[None]).reshape(-1) for positions in (held, ring)]
-    return np.concatenate([*parts, np.zeros(rows * cfg.staging)]).astype(np.int32)
+    return np.concatenate([*parts, np.zeros(rows * cfg.staging(hot))]).astype(np.int32)
 
 
 def warm_state(
@@ -187,7 +188,7 @@ def warm_state(
     state = jax.tree_util.tree_map_with_path(placed, abstract(cfg))
     keys = [
         jax.device_put(
-            _history_keys(pattern.keys, cfg.requests, cfg.records, cfg.host_rows), device
+            _history_keys(pattern.keys, cfg.requests, cfg.records(0), cfg.host_rows(0)), device
         )
         for pattern in made
     ]
@@ -207,7 +208,7 @@ def _rest(cfg: HierarchyConfig, name: str, leaf: jax.ShapeDtypeStruct, history: 
     if name == "host_page_of":
         number = np.arange(cfg.requests * cfg.row_pages, dtype=np.int32)
         return (number % cfg.host_page_count).reshape(leaf.shape)
-    full = {"length": history, "active": True, "budget": cfg.share_pages, **FILL}
+    full = {"length": history, "active": True, "budget": cfg.share_pages(0), **FILL}
     return jnp.full(leaf.shape, full.get(name, 0), leaf.dtype)
 
 

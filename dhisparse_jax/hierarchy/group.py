@@ -1,7 +1,8 @@
 """One selection group of a decode step: the calls that an attention module makes.
 
 `open_group` once per group, with what its indexer computed; `attend` once per layer of the group;
-`close_group` at the end.
+`close_group` at the end. Where several layers of a group select from the same records, each for
+those that follow it, `select_again` begins with the next of them.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import append_keys, append_row
 from dhisparse_jax.hierarchy.plan import plan
 from dhisparse_jax.hierarchy.retrieve import Attended, retrieve, retrieve_attend
-from dhisparse_jax.hierarchy.select import IndexInputs, select
+from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, select
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_row
 from dhisparse_jax.pytree import state as pytree
@@ -31,12 +32,14 @@ class OpenGroup:
         state: the hierarchy; what is missing comes with the first attention.
         plan: where each selected record is, and what is missing.
         selection: int32 selected positions.
+        blocks: what the first selection left to the others; see `select.Selection`.
         complete: whether the missing records have come.
     """
 
     state: HierarchyState
     plan: PlanResult
     selection: Int[Array, "R T K"]
+    blocks: Blocks
     complete: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -59,17 +62,59 @@ def open_group(
         index: what the group's indexer computed for the new tokens.
         live: int32 how many of the T queries count, 0..T; None: all. The others select nothing, so
             nothing is fetched for them, and their results mean nothing.
+
+    Raises:
+        UserError: there are no index keys of the new tokens.
     """
+    if index.keys is None:
+        raise UserError("the first selection of a group needs the index keys of its new records")
     with jax.named_scope("append"):
         state = append_keys(state, cfg, pool, index.keys)
+    return _planned(state, cfg, pool, index, live, None)
+
+
+def select_again(
+    group: OpenGroup,
+    cfg: HierarchyConfig,
+    pool: int,
+    index: IndexInputs,
+    live: Int[Array, " R"] | None = None,
+) -> OpenGroup:
+    """Select again from the records of an open group, for the layers that follow.
+
+    What was selected before may lose its hot slots to what is now: its layers have attended.
+
+    Args:
+        group: the open group; a layer of it has attended, and written the new records.
+        cfg: sizes of the hierarchy.
+        pool: pool of the group.
+        index: what another indexer computed, without keys.
+        live: as in `open_group`.
+
+    Raises:
+        UserError: no layer has attended yet, or there are index keys.
+    """
+    if index.keys is not None or not group.complete:
+        raise UserError("a group is selected from again without keys, when a layer has attended")
+    return _planned(group.state, cfg, pool, index, live, group)
+
+
+def _planned(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    index: IndexInputs,
+    live: Int[Array, " R"] | None,
+    before: OpenGroup | None,
+) -> OpenGroup:
     with jax.named_scope("select"):
-        selection = select(state, cfg, pool, index, live)
+        found = select(state, cfg, pool, index, live, before.blocks if before else None)
     with jax.named_scope("plan"):
-        planned, state = plan(state, cfg, pool, selection)
+        planned, state = plan(state, cfg, pool, found.records, again=before is not None)
     if cfg.record_selections:
-        kept = with_row(state.selection, pool, selection)
+        kept = with_row(state.selection, pool, found.records)
         state = dataclasses.replace(state, selection=kept)
-    return OpenGroup(state=state, plan=planned, selection=selection)
+    return OpenGroup(state=state, plan=planned, selection=found.records, blocks=found.blocks)
 
 
 def close_group(group: OpenGroup, cfg: HierarchyConfig, pool: int) -> HierarchyState:
@@ -85,7 +130,7 @@ def attend(
     cfg: HierarchyConfig,
     pool: int,
     layer: int,
-    row: Float[Array, "R E width"],
+    row: Float[Array, "R E width"] | None,
     query: Float[Array, "R T H width"],
 ) -> tuple[Attended, OpenGroup]:
     """Append one layer's new rows and attend over the selected ones.
@@ -97,7 +142,8 @@ def attend(
         cfg: sizes of the hierarchy.
         pool: pool of the group.
         layer: place of the layer in the group, 0 for the first.
-        row: rows of the new tokens in this layer, or of the records that they can complete.
+        row: rows of the new tokens in this layer, or of the records that they can complete. None:
+            another layer has written them.
         query: absorbed queries.
 
     Returns:
@@ -110,8 +156,10 @@ def attend(
     if query.shape[-1] != cfg.geometry.row.width:
         width = cfg.geometry.row.width
         raise UserError(f"a query has {query.shape[-1]} numbers; rows have {width}")
-    with jax.named_scope("append"):
-        state = append_row(group.state, cfg, pool, layer, row)
+    state = group.state
+    if row is not None:
+        with jax.named_scope("append"):
+            state = append_row(state, cfg, pool, layer, row)
     if group.complete:
         number, _ = cfg.hot_pool_of(pool)
         slots, location = state.hot[number].slots, group.plan.location

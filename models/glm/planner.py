@@ -259,7 +259,7 @@ def step_load(config: GlmConfig, cfg: HierarchyConfig, context: int, tokens: flo
     """
     k = config.index_top_k
     union = cfg.queries**UNION_GROWTH
-    budget, history = cfg.hot_slots / k, context / k
+    budget, history = cfg.hot_slots(0) / k, context / k
     resident = cfg.policy is Policy.RESIDENT
     return StepLoad(
         requests=cfg.requests,

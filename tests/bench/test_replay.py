@@ -162,7 +162,7 @@ def test_what_is_no_whole_recording_is_refused(runs, tmp_path):
         (data[:-12], "ends in the middle"),
         (b"", "is not a recording"),
         (b"[1, 2]\n", "is not a recording"),
-        (data.replace(b'"version": 1', b'"version": 9', 1), "is not a recording"),
+        (data.replace(b'"version": 2', b'"version": 9', 1), "is not a recording"),
         (data[:-12] + b"\x09" + data[-11:], "an event of kind 9"),
     ]:
         bad = tmp_path / "bad"

@@ -137,7 +137,7 @@ def test_unused_mtp_tensors_are_one_line(run, tmp_path, prompt):
     save_file(tensors | extra, tmp_path / "model.safetensors")
     result = run("verify-hf", tmp_path, "--split", TOKENS)
     assert result.code == 0
-    assert result.err == f"{tmp_path}: 2 tensors of MTP layers are not used\n"
+    assert result.err == f"{tmp_path}: 2 tensors are of parts of the model that are not used\n"
     converted = run("convert", tmp_path, tmp_path / "out")
     assert converted.last_json["unused_tensors"] == sorted(extra)
 
