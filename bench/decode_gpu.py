@@ -36,7 +36,7 @@ CELLS = ("resident", "fixed", "adaptive", "fixed_dflash2", "adaptive_dflash2")
 DISABLED = "--xla_disable_hlo_passes=rematerialization"
 """Weights fill the memory, which makes XLA compute things twice to save what is left."""
 
-HOST_SHARE = 0.85
+HOST_SHARE = 0.8
 """Of the limit of pinned memory: its allocator doubles, and loses what it splits."""
 
 
