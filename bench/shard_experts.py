@@ -11,6 +11,7 @@ from bench.shard_weights import Mlp, Moe, mixed
 from dhisparse_jax.configs.glm import GlmConfig
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.fp8_products.api import fp8_products
+from pallas_kernels.fp8_products.triton import MOST_ROWS
 
 SPREAD = 5.5
 """Standard deviations above its mean load for which an expert has room."""
@@ -42,10 +43,14 @@ def uniform_picks(
 
 
 def expert_room(pairs: int, experts: int) -> int:
-    """Rows for each expert: more than `SPREAD` standard deviations of its load above the mean."""
+    """Rows for each expert: more than `SPREAD` standard deviations of its load above the mean.
+
+    A power of two, as far as the kernel needs one.
+    """
     mean = pairs / experts
     most = min(pairs, math.ceil(mean + SPREAD * math.sqrt(mean)))
-    return -(-most // ROOM_UNIT) * ROOM_UNIT
+    room = -(-most // ROOM_UNIT) * ROOM_UNIT
+    return 1 << (room - 1).bit_length() if room <= MOST_ROWS else room
 
 
 def run_experts(

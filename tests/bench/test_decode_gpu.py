@@ -197,6 +197,14 @@ def test_expert_loads_are_those_of_all_gpus():
     assert loads.max() < expert_room(4096 * 8, 32)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "room"), [(1, 16), (16, 16), (64, 64), (128, 64), (256, 128), (392, 160)]
+)
+def test_room_of_experts(tokens, room):
+    """16, 64, 128 and 256 tokens: 4, 16, 32 and 64 picks for an expert on average."""
+    assert expert_room(8 * tokens, 32) == room
+
+
 def test_experts_sum_what_tokens_picked():
     setup = setup_of()
     moe = setup.params.weights.layers[-1].mlp
