@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dhisparse_jax.model import Params
 from dhisparse_jax.models.glm.attend import (
     CausalBackend,
     causal_attention,
@@ -224,7 +225,7 @@ def forward(
 @partial(jax.jit, static_argnums=(0, 3))
 def served_logits(
     graph: Any,  # noqa: ANN401  # of a `GlmModel`, as `nnx.split` gives it
-    params: nnx.State,
+    params: Params,
     tokens: Int[Array, "batch s"],
     chunk: int = DEFAULT_CHUNK,
 ) -> Float[Array, "batch s vocab"]:
