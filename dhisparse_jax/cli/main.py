@@ -19,6 +19,7 @@ from dhisparse_jax.cli.convert import convert
 from dhisparse_jax.cli.decode import decode
 from dhisparse_jax.cli.doctor import doctor
 from dhisparse_jax.cli.evaluate import evaluate
+from dhisparse_jax.cli.plan import plan
 from dhisparse_jax.cli.serve import serve
 from dhisparse_jax.cli.verify_hf import verify_hf
 from dhisparse_jax.errors import UserError
@@ -44,6 +45,7 @@ app.command()(convert)
 app.command()(serve)
 app.command()(doctor)
 app.command()(audit)
+app.command()(plan)
 app.command("verify-hf")(verify_hf)
 
 
