@@ -6,17 +6,9 @@ import pytest
 
 from dhisparse_jax.cli import doctor, machine
 from dhisparse_jax.cli.advice import CPU_MEANS, advice, meaning
+from pallas_kernels.common.backends import GPU_KERNELS
 
 GIB = 1 << 30
-OPERATIONS = {
-    "retrieve",
-    "backup",
-    "index_scores",
-    "plan",
-    "top_k",
-    "sparse_attention",
-    "retrieve_attend",
-}
 
 
 @pytest.fixture
@@ -42,7 +34,7 @@ def test_a_whole_document(run, small, tmp_path):
     assert all(read["gbps"] > 0 for read in document["reads"])
     chosen = {(choice["format"], choice["operation"]) for choice in document["kernels"]}
     assert chosen == {
-        (kind, name) for kind in ("float32", "bfloat16", "fp8") for name in OPERATIONS
+        (kind, name) for kind in ("float32", "bfloat16", "fp8") for name in GPU_KERNELS
     }
     assert all(choice["why"] for choice in document["kernels"])
     text = result.out.decode()
