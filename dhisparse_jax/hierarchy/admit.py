@@ -55,13 +55,12 @@ def admit_prompt(
     first, end = (layout.complete(cfg, jnp.asarray(at)) for at in (start, state.length[request]))
     fresh = masked(position, (position >= first) & (position < end))
     (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
-    host, host_keys = backup_op(
-        [mine.host, mine.host_keys],
-        [records, packed_keys(keys, mine.host_keys.shape[1])],
-        rows,
-        jnp.stack([position, position]),
-    )
-    state = with_pool(state, pool, host=host, host_keys=host_keys)
+    hosts, sources = {"host": mine.host}, [records]
+    if mine.host_keys is not None:
+        hosts["host_keys"] = mine.host_keys
+        sources.append(packed_keys(keys, mine.host_keys.shape[1]))
+    written = backup_op([*hosts.values()], sources, rows, jnp.stack([position] * len(hosts)))
+    state = with_pool(state, pool, **dict(zip(hosts, written, strict=True)))
     state = admit_kept(_with_keys(state, pool, request, keys), cfg, pool, request, kept)
     state, position, slot = _place(state, cfg, pool, request)
     number, _ = cfg.hot_pool_of(pool)

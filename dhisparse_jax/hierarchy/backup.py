@@ -35,21 +35,26 @@ def backup(state: HierarchyState, cfg: HierarchyConfig, start: Int[Array, " R"])
     slots = [
         layout.tail_slot(cfg, pool, request, position).reshape(-1) for pool in range(cfg.pools)
     ]
+    keyed = range(cfg.pools if cfg.key_words else 0)
     entry = jnp.arange(rows.shape[0], dtype=jnp.int32)
     place = request.reshape(-1), jnp.minimum(position, cfg.records - 1).reshape(-1)
     written = backup_op(
-        [*(pool.host for pool in state.pools), *(pool.host_keys for pool in state.pools)],
+        [*(pool.host for pool in state.pools), *(state.pools[pool].host_keys for pool in keyed)],
         [
             *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in range(cfg.pools)),
             *(
-                packed_keys(jax.tree.map(lambda keys: keys[place], pool.index_keys), cfg.key_words)
-                for pool in state.pools
+                packed_keys(
+                    jax.tree.map(lambda keys: keys[place], state.pools[pool].index_keys),
+                    cfg.key_words,
+                )
+                for pool in keyed
             ),
         ],
         rows,
-        jnp.stack([*slots, *[entry] * cfg.pools]),
+        jnp.stack([*slots, *[entry] * len(keyed)]),
     )
     for pool in range(cfg.pools):
-        host, keys = written[pool], written[cfg.pools + pool]
-        state = with_pool(state, pool, host=host, host_keys=keys)
+        state = with_pool(state, pool, host=written[pool])
+    for pool in keyed:
+        state = with_pool(state, pool, host_keys=written[cfg.pools + pool])
     return state

@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.geometry import SCALED_KEYS, Geometry, RowFormat
 from pallas_kernels.common.rows import pack
 from pallas_kernels.common.scaled_rows import ScaledRow, encode
 from pallas_kernels.index_scores.types import ScaledKeys, quantise
 
-StoredKeys = Float[Array, "*n index"] | ScaledKeys
-"""Index keys as they are stored."""
+StoredKeys = Float[Array, "*n index"] | ScaledKeys | tuple[()]
+"""Index keys as they are stored; nothing without index keys."""
 
 
-def stored_rows(row: RowFormat, values: Float[Array, "*n width"]) -> Int[Array, "*n words"]:
+def stored_rows(row: RowFormat, values: Shaped[Array, "*n width"]) -> Int[Array, "*n words"]:
     """Rows as words."""
     if isinstance(row.dtype, ScaledRow):
         return encode(values, row.dtype)
@@ -34,6 +34,8 @@ def stored_keys(geometry: Geometry, keys: Float[Array, "*n index"]) -> StoredKey
 
 def key_shapes(geometry: Geometry, *shape: int) -> Any:  # noqa: ANN401  # shapes in place of arrays
     """Shapes and dtypes of the arrays that hold so many stored keys."""
+    if not geometry.index_width:
+        return ()
     exact = jax.ShapeDtypeStruct((*shape, geometry.index_width), jnp.float32)
     return jax.eval_shape(lambda keys: stored_keys(geometry, keys), exact)
 

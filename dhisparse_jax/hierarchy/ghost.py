@@ -46,6 +46,7 @@ def remember(
         before: the positions that the hot slots held before it.
     """
     benefit = state.benefit
+    assert benefit.ghost is not None  # the policy is adaptive
     ghost = benefit.ghost[pool]
     slot_of = state.pools[pool].slot_of
     known = ghost >= 0
@@ -67,8 +68,9 @@ def remember(
 def forget(benefit: Benefit, request: Int[Array, ""]) -> Benefit:
     """Nothing is known of `request`."""
     none = lambda leaf: leaf.at[:, request].set(0)
+    ghost = benefit.ghost
     return Benefit(
-        ghost=benefit.ghost.at[:, request].set(NO_SLOT),
+        ghost=None if ghost is None else ghost.at[:, request].set(NO_SLOT),
         looked=none(benefit.looked),
         refetched=none(benefit.refetched),
         tried=none(benefit.tried),

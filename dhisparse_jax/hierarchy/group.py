@@ -10,9 +10,15 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.errors import UserError
-from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import append_keys, append_row
+from dhisparse_jax.hierarchy.heads import (
+    Layer,
+    attend_parts,
+    attend_slots,
+    check_query,
+    joined,
+    split_query,
+)
 from dhisparse_jax.hierarchy.plan import plan
 from dhisparse_jax.hierarchy.retrieve import Attended, retrieve, retrieve_attend
 from dhisparse_jax.hierarchy.select import IndexInputs, select
@@ -20,7 +26,6 @@ from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_row
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.plan.types import PlanResult
-from pallas_kernels.sparse_attention.api import sparse_attention
 
 
 @pytree
@@ -66,7 +71,7 @@ def open_group(
         selection = select(state, cfg, pool, index, live)
     with jax.named_scope("plan"):
         planned, state = plan(state, cfg, pool, selection)
-    if cfg.record_selections:
+    if state.selection is not None:
         kept = with_row(state.selection, pool, selection)
         state = dataclasses.replace(state, selection=kept)
     return OpenGroup(state=state, plan=planned, selection=selection)
@@ -84,9 +89,9 @@ def attend(
     group: OpenGroup,
     cfg: HierarchyConfig,
     pool: int,
-    layer: int,
+    layer: Layer,
     row: Float[Array, "R E width"],
-    query: Float[Array, "R T H width"],
+    query: Float[Array, "R T H key"],
 ) -> tuple[Attended, OpenGroup]:
     """Append one layer's new rows and attend over the selected ones.
 
@@ -98,30 +103,32 @@ def attend(
         pool: pool of the group.
         layer: place of the layer in the group, 0 for the first.
         row: rows of the new tokens in this layer, or of the records that they can complete.
-        query: absorbed queries.
+        query: queries; absorbed ones where all heads share a row.
 
     Returns:
         The attended values `softmax(scale * query . row) . row[:value_width]` over the selected
         rows (zeros for inactive requests) with their log-sum-exp, and the group to go on with.
 
     Raises:
-        UserError: the pool has no such layer, or rows or queries have another width than they must.
+        UserError: the pool has no such layer, or rows or queries are not as the geometry says.
     """
-    if query.shape[-1] != cfg.geometry.row.width:
-        width = cfg.geometry.row.width
-        raise UserError(f"a query has {query.shape[-1]} numbers; rows have {width}")
+    geometry = cfg.geometry
+    check_query(geometry.row, query)
     with jax.named_scope("append"):
         state = append_row(group.state, cfg, pool, layer, row)
-    if group.complete:
-        number, _ = cfg.hot_pool_of(pool)
-        slots, location = state.hot[number].slots, group.plan.location
+    number, _ = cfg.hot_pool_of(pool)
+    location = group.plan.location
+    if group.complete or not isinstance(layer, int):
+        state = close_group(dataclasses.replace(group, state=state), cfg, pool)
         with jax.named_scope("attend"):
-            attended = Attended(
-                *sparse_attention(query, slots, location, **layout.row_options(cfg.geometry, layer))
-            )
+            attended = attend_slots(geometry, layer, query, state.hot[number].slots, location)
     else:
+        first, *others = split_query(geometry.row, query)  # of most rows, one
         with jax.named_scope("retrieve_attend"):
             attended, state = retrieve_attend(
-                state, cfg, pool, layer, group.plan, group.selection, query
+                state, cfg, pool, layer, group.plan, group.selection, first
             )
+        with jax.named_scope("attend"):
+            slots = state.hot[number].slots
+            attended = joined(attended, attend_parts(geometry, layer, 1, others, slots, location))
     return attended, dataclasses.replace(group, state=state, complete=True)

@@ -179,6 +179,7 @@ def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
             ),
         )
         for pool in host.pools
+        if pool.host_keys is not None
     )
 
 
@@ -211,6 +212,8 @@ def _marks_past(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _ghosts_gone(host: Host, cfg: HierarchyConfig) -> bool:
+    if host.benefit.ghost is None:
+        return True
     for pool, request in np.ndindex(cfg.pools, cfg.requests):
         ghosts = host.benefit.ghost[pool, request]
         known = ghosts[: (ghosts >= 0).sum()]

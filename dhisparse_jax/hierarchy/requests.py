@@ -110,6 +110,8 @@ def recall_keys(
     Arguments as in `recall`.
     """
     keys = state.pools[pool].host_keys
+    if keys is None:
+        return ()
     room = jnp.zeros((cfg.records, keys.shape[1]), jnp.int32)
     fetches = _first(cfg, host_pages, count)
     return unpacked_keys(cfg, retrieve_op(keys, room, fetches))

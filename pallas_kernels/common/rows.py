@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.common.ids import POISON, in_range
 
@@ -23,7 +23,7 @@ def words_of(width: int, dtype: DTypeLike) -> int:
     return size // WORD_BYTES
 
 
-def pack(values: Float[Array, "*n width"]) -> Int[Array, "*n words"]:
+def pack(values: Shaped[Array, "*n width"]) -> Int[Array, "*n words"]:
     """The bytes of `values` as int32 words. bf16: word i holds numbers 2i (low half) and 2i + 1."""
     per_word = WORD_BYTES // values.dtype.itemsize
     if per_word > 1:
@@ -31,7 +31,7 @@ def pack(values: Float[Array, "*n width"]) -> Int[Array, "*n words"]:
     return lax.bitcast_convert_type(values, jnp.int32)
 
 
-def unpack(words: Int[Array, "*n words"], dtype: DTypeLike) -> Float[Array, "*n width"]:
+def unpack(words: Int[Array, "*n words"], dtype: DTypeLike) -> Shaped[Array, "*n width"]:
     """The inverse of `pack`: int32 words seen as numbers of `dtype`."""
     values = lax.bitcast_convert_type(words, dtype)
     return values if values.ndim == words.ndim else values.reshape(*words.shape[:-1], -1)
