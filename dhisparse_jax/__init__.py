@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dhisparse_jax import hierarchy as hierarchy
+    from dhisparse_jax import plugin as plugin
     from dhisparse_jax.config import HierarchyConfig as HierarchyConfig
     from dhisparse_jax.config import Policy as Policy
     from dhisparse_jax.engine.engine import Engine as Engine
@@ -50,8 +51,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import a public name at its first use, so that `dhisparse --help` does not wait for JAX."""
-    if name == "hierarchy":
-        return importlib.import_module("dhisparse_jax.hierarchy")
+    if name in ("hierarchy", "plugin"):
+        return importlib.import_module(f"dhisparse_jax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"dhisparse_jax.{_HOMES[name]}"), name)

@@ -69,6 +69,20 @@ def open_group(
         state = append_keys(state, cfg, pool, index.keys)
     with jax.named_scope("select"):
         selection = select(state, cfg, pool, index, live)
+    return open_selected(state, cfg, pool, selection)
+
+
+def open_selected(
+    state: HierarchyState, cfg: HierarchyConfig, pool: int, selection: Int[Array, "R T K"]
+) -> OpenGroup:
+    """Plan where records will be that were selected elsewhere.
+
+    Args:
+        state: the hierarchy.
+        cfg: its sizes.
+        pool: which group.
+        selection: int32 records of every query, ascending, each once; then NO_SLOT.
+    """
     with jax.named_scope("plan"):
         planned, state = plan(state, cfg, pool, selection)
     if state.selection is not None:
