@@ -7,7 +7,7 @@
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.append import append_keys, append_row
@@ -104,7 +104,7 @@ def attend(
     cfg: HierarchyConfig,
     pool: int,
     layer: Layer,
-    row: Float[Array, "R E width"],
+    row: Shaped[Array, "R E width"],
     query: Float[Array, "R T H key"],
 ) -> tuple[Attended, OpenGroup]:
     """Append one layer's new rows and attend over the selected ones.

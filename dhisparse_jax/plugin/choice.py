@@ -1,7 +1,7 @@
 """What a group attends to: by the index keys of the hierarchy, or as the model itself chose."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
@@ -9,8 +9,10 @@ from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, masked
 
-Choice = IndexInputs | Int[Array, "R T n"]
-"""What an indexer computed, or int32 positions, at most K, in any order, NO_SLOT for none."""
+Choice = IndexInputs | Shaped[Array, "..."]
+"""What an indexer computed, or int32 positions `[R, T, n]`, at most K, in any order, -1 for none.
+
+Its shape is checked here, with a message, and not by its type."""
 
 
 def check_index(cfg: HierarchyConfig, index: IndexInputs) -> None:
@@ -37,7 +39,7 @@ def own_selection(
     state: HierarchyState,
     cfg: HierarchyConfig,
     positions: Int[Array, "R T"],
-    chosen: Int[Array, "R T n"],
+    chosen: Shaped[Array, "..."],
 ) -> tuple[Int[Array, "R T K"], Bool[Array, "R T"]]:
     """A model's own selection as plans take it, and which queries name what they do not see.
 

@@ -6,8 +6,9 @@ from jaxtyping import Array, Shaped
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import RowFormat
 
-Rows = Shaped[Array, "*n width"] | tuple[Shaped[Array, "*n heads key"], Shaped[Array, "*n heads v"]]
-"""Rows of one layer: numbers (MLA) or bytes, or the keys and the values of every head (GQA)."""
+Rows = Shaped[Array, "..."] | tuple[Shaped[Array, "..."], ...]
+"""Rows of one layer: `[..., width]` numbers (MLA) or bytes; or the keys `[..., heads, key]` and the
+values `[..., heads, value]` of all heads (GQA). Their shapes are checked here, with a message."""
 
 
 def flat(row: RowFormat, rows: Rows, lead: tuple[int, ...]) -> Shaped[Array, "*n width"]:
