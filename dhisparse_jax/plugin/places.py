@@ -76,6 +76,8 @@ def abstract(
 
 def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None) -> HierarchyState:
     """An empty hierarchy: no request, no record. Arguments as in `abstract`."""
+    if mesh is None or axis is None:
+        return states.init(cfg)
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         fill = states.FILL.get(_name(path), 0)
