@@ -163,7 +163,7 @@ class Bench:
             "setting": setting.name,
             "load": load,
             "proposals": engine.drafter.length,
-            "hot_slots_per_request": engine.cfg.hot_slots,
+            "hot_slots_per_request": engine.cfg.hot_slots(0),
             **measured,
             "hot_bytes": sizes.hot_bytes,
             "host_bytes": sizes.host_bytes,

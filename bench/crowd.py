@@ -120,5 +120,5 @@ class Crowd:
 
     def _steps_to_floor(self, record: StepRecord, row: int) -> int:
         """Steps that a newcomer made with less than its floor; all of them if it never got it."""
-        held = (record.held[:, :, row] >= self._sim.cfg.floor_pages).all(axis=1)
+        held = (record.held[:, :, row] >= self._sim.cfg.floor_pages(0)).all(axis=1)
         return int(np.argmax(held)) if held.any() else len(held)

@@ -60,9 +60,8 @@ class Line(NamedTuple):
     waiting: list[int]
 
 
-def load_step() -> None:
-    """Fetched share over time while the load goes up and down, simulated."""
-    path = RESULTS / "load_step.json"
+def load_step(path: Path) -> None:
+    """Fetched share over time while the load goes up and down, simulated or served."""
     document = json.loads(path.read_text())
     lines: list[Line] = []
     for policy in ("fixed", "adaptive"):
@@ -70,7 +69,7 @@ def load_step() -> None:
         time = [float(step) for step in range(len(series["requests"]))]
         colour = COLOURS[policy]
         lines.append(Line(policy, colour, time, series["fetched_share"], series["requests"], []))
-    over_time(lines, "steps", path.with_suffix(".png"), floor=document["summary"]["fixed_at_floor"])
+    over_time(lines, "steps", path.with_suffix(".png"), document["summary"].get("fixed_at_floor"))
 
 
 def served(paths: list[Path], out: Path) -> None:
@@ -140,7 +139,9 @@ def main(
         served(files, out)
         return
     load_sweep()
-    load_step()
+    for path in (RESULTS / "load_step.json", RESULTS / "h200" / "served_step.json"):
+        if path.exists():
+            load_step(path)
 
 
 if __name__ == "__main__":

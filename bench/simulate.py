@@ -98,7 +98,7 @@ def figures(cfg: HierarchyConfig, record: StepRecord) -> dict[str, Any]:
     tokens = int(record.emitted.sum())
     return {
         "policy": cfg.policy.value,
-        "budget": cfg.hot_slots,
+        "budget": cfg.hot_slots(0),
         "draft_length": cfg.queries - 1,
         "steps": len(record.active),
         "tokens": tokens,

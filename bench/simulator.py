@@ -169,7 +169,7 @@ class Simulator:
                 self._play,
                 count,
                 _room(rows, 2, self.cfg.requests),
-                _room(int(pages), 4, self.cfg.max_pages),
+                _room(int(pages), 4, self.cfg.max_pages(0)),
             )
             parts.append(jax.device_get(record))
             steps -= count

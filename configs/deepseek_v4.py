@@ -3,10 +3,11 @@
 Knows what a valid model of the family is; knows nothing about arrays, files or devices.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from dhisparse_jax.configs.formats import COMPUTED, check_history_formats
+from dhisparse_jax.configs.formats import COMPUTED, HISTORY_FORMATS, check_history_formats
 from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.configs.values import check_counts, check_formats
@@ -20,8 +21,8 @@ WINDOW, SELECTED, ALL = "window", "selected", "all"
 
 
 @dataclass(frozen=True, kw_only=True)
-class V4Config:
-    """Sizes and constants of one model.
+class V4Sizes:
+    """Sizes and constants that all models since DeepSeek-V4 have.
 
     Attributes:
         context: Longest sequence the model was made for, in positions.
@@ -29,14 +30,10 @@ class V4Config:
         rope_dim: Rotated channels, the last ones of every head.
         output_groups: Groups of heads that the first output matrix maps by themselves.
         output_lora_rank: Width of each of them after it.
-        layer_kinds: What each layer attends to beside its window.
         window: Newest positions that every query attends to, its own included.
-        selected_rate: Positions per entry in "selected" layers.
-        all_rate: Positions per entry in "all" layers.
         index_top_k: Entries that a query selects.
-        num_hash_layers: Leading layers whose experts follow from the token id alone.
         swiglu_limit: Bound on what goes into an expert's activation.
-        rope_theta: Base of the rotary frequencies in "window" layers.
+        rope_theta: Base of the rotary frequencies in layers that attend to their window alone.
         compress_theta: The same in the others.
         yarn: How positions are stretched in those.
         streams: Copies of the residual stream (mHC).
@@ -61,16 +58,12 @@ class V4Config:
     output_groups: int
     output_lora_rank: int
 
-    layer_kinds: tuple[LayerKind, ...]
     window: int
-    selected_rate: int = 4
-    all_rate: int = 128
 
     index_heads: int
     index_dim: int
     index_top_k: int
 
-    num_hash_layers: int
     num_experts: int
     experts_per_token: int
     expert_intermediate_size: int
@@ -93,17 +86,23 @@ class V4Config:
     kv_format: str = COMPUTED
     index_format: str = COMPUTED
 
-    def __post_init__(self) -> None:
-        """Checks every size; raises UserError on the first that cannot be."""
-        check_counts(self, {"num_hash_layers", "bos_id"})
+    row_formats: ClassVar[tuple[str, ...]] = HISTORY_FORMATS[:-1]
+    """What rows can be kept in."""
+    rotates_keys: ClassVar[bool] = True
+    """Whether small index keys are multiplied by the Hadamard matrix."""
+
+    def check_sizes(self, may_be_zero: Collection[str]) -> None:
+        """Raises UserError on the first size that cannot be; those named may switch a part off."""
+        check_counts(self, {"bos_id", *may_be_zero})
         check_formats(self.param_dtype, self.expert_format)
-        check_history_formats(self.kv_format, self.index_format, self.index_dim)
-        if SELECTED not in self.layer_kinds:
-            raise UserError(f"layer_kinds has no {SELECTED!r} layer, so there is nothing to select")
-        if self.num_hash_layers > self.num_layers:
-            raise UserError(
-                f"num_hash_layers {self.num_hash_layers} exceeds the {self.num_layers} layers"
-            )
+        check_history_formats(
+            self.kv_format,
+            self.index_format,
+            self.index_dim,
+            row_formats=self.row_formats,
+            key_formats=HISTORY_FORMATS,
+            rotated=self.rotates_keys,
+        )
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_dim):
             raise UserError(
                 f"rope_dim is {self.rope_dim}; it must be even, and at most head_dim "
@@ -116,6 +115,41 @@ class V4Config:
         if self.experts_per_token > self.num_experts:
             raise UserError(
                 f"experts_per_token {self.experts_per_token} exceeds the {self.num_experts} experts"
+            )
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the query-key products."""
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class V4Config(V4Sizes):
+    """Sizes and constants of one model.
+
+    Attributes:
+        layer_kinds: What each layer attends to beside its window.
+        selected_rate: Positions per entry in "selected" layers.
+        all_rate: Positions per entry in "all" layers.
+        num_hash_layers: Leading layers whose experts follow from the token id alone.
+
+    Raises:
+        UserError: A size that no model of the family can have.
+    """
+
+    layer_kinds: tuple[LayerKind, ...]
+    selected_rate: int = 4
+    all_rate: int = 128
+    num_hash_layers: int
+
+    def __post_init__(self) -> None:
+        """Checks every size; raises UserError on the first that cannot be."""
+        self.check_sizes({"num_hash_layers"})
+        if SELECTED not in self.layer_kinds:
+            raise UserError(f"layer_kinds has no {SELECTED!r} layer, so there is nothing to select")
+        if self.num_hash_layers > self.num_layers:
+            raise UserError(
+                f"num_hash_layers {self.num_hash_layers} exceeds the {self.num_layers} layers"
             )
 
     @property
@@ -133,11 +167,6 @@ class V4Config:
         starts = [i for i, kind in enumerate(self.layer_kinds) if kind == SELECTED]
         ends = [*starts[1:], self.num_layers]
         return tuple(tuple(range(a, b)) for a, b in zip([0, *starts[1:]], ends, strict=True))
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor on the query-key products."""
-        return self.head_dim**-0.5
 
     def rate(self, layer: int) -> int | None:
         """Positions per entry of a layer; None where it has no entries."""

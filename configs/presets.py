@@ -1,9 +1,10 @@
 """Presets: sizes of models that the library can serve."""
 
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, WINDOW, V4Config
+from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.glm import GlmConfig, derive_indexer_types
 from dhisparse_jax.configs.rope import Yarn
-from dhisparse_jax.geometry import FP8
+from dhisparse_jax.geometry import FP4, FP8
 
 GLM_5_3 = GlmConfig(
     vocab_size=154_880,
@@ -122,11 +123,49 @@ DEEPSEEK_V4_PRO = V4Config(
 )
 """DeepSeek-V4-Pro, 1.57 T parameters without its MTP layer; its history as it is served."""
 
+DEEPSEEK_V4_1_FLASH = V41Config(
+    vocab_size=129_280,
+    context=1_048_576,
+    hidden_size=5120,
+    num_heads=64,
+    head_dim=512,
+    rope_dim=64,
+    q_lora_rank=1280,
+    output_groups=8,
+    output_lora_rank=1024,
+    rates=(0, 0, *(2,) * 18, *(1,) * 20),
+    entry_sources=(2, 8, 14, 20),
+    index_sources=(2, 8, 14, 20, 24, 28, 32, 36),
+    candidate_source=20,
+    window=128,
+    index_heads=32,
+    index_dim=128,
+    index_top_k=512,
+    num_experts=384,
+    experts_per_token=6,
+    expert_intermediate_size=2304,
+    routed_scale=1.5,
+    swiglu_limit=10.0,
+    engram_layers=(1, 14),
+    engram_rows=(384_006_168, 384_016_682),
+    rope_theta=1e4,
+    compress_theta=1.6e5,
+    yarn=_V4_YARN,
+    norm_eps=1e-20,
+    bos_id=0,
+    eos_ids=(1,),
+    kv_format=FP4,
+    index_format=FP4,
+)
+"""DeepSeek-V4.1-Flash, text alone: 552 B parameters without its drafter and its Engram tables; its
+history as it is served, 890 B per token."""
+
 GLM_PRESETS: dict[str, GlmConfig] = {"glm-5.3": GLM_5_3, "tiny": TINY}
 """What can be trained here."""
 
-PRESETS: dict[str, GlmConfig | V4Config] = {
+PRESETS: dict[str, GlmConfig | V4Config | V41Config] = {
     **GLM_PRESETS,
     "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
     "deepseek-v4-pro": DEEPSEEK_V4_PRO,
+    "deepseek-v4.1-flash": DEEPSEEK_V4_1_FLASH,
 }

@@ -41,9 +41,11 @@ FORMATS: dict[str, WeightFormat] = {
     "fp8": WeightFormat(packed=False, scale="float32", block=(128, 128)),
     "fp8-e8m0": WeightFormat(packed=False, scale="float8_e8m0fnu", block=(128, 128)),
     "fp8-e8m0-32": WeightFormat(packed=False, scale="float8_e8m0fnu", block=(32, 32)),
+    "fp8-rows": WeightFormat(packed=False, scale="float8_e8m0fnu", block=(1, 32)),
     "fp4": WeightFormat(packed=True, scale="float8_e8m0fnu", block=(1, 32)),
 }
-"""By name. GLM-5.x and DeepSeek-V3.2: fp8; V4: fp8-e8m0, experts fp4; V4.1: fp8-e8m0-32 and fp4."""
+"""By name. GLM-5.x and DeepSeek-V3.2: fp8; V4: fp8-e8m0, experts fp4; V4.1: fp8-e8m0-32, experts
+fp4, tables of n-grams fp8-rows."""
 
 
 def name_of(weights: WeightFormat) -> str:

@@ -4,11 +4,9 @@ import dataclasses
 import functools
 from enum import StrEnum
 
-import jax.numpy as jnp
-
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.geometry import SCALED_KEYS, Geometry
-from pallas_kernels.common.rows import WORD_BYTES, words_of
+from dhisparse_jax.geometry import Geometry
+from pallas_kernels.common.rows import WORD_BYTES
 
 RECORD_ALIGNMENT = 128
 """Bytes: TMA wants 128-byte aligned destinations, so records are padded to it."""
@@ -68,17 +66,18 @@ class HierarchyConfig:
         for name in ("requests", "capacity", "queries", "hot_rows", "host_page", "host_page_count"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.geometry.top_k > self.records:
-            needed = self.geometry.top_k * self.geometry.rate
+        needed = self.geometry.top_k * max(self.geometry.rates, default=1)
+        if needed > self.capacity:
             raise UserError(
                 f"the model selects {needed} positions, but the capacity is {self.capacity}; raise "
                 f"the capacity to at least {needed}"
             )
-        if self.host_page % self.geometry.rate:
-            raise UserError(
-                f"host_page is {self.host_page}, but a record stands for {self.geometry.rate} "
-                "positions; a page holds whole records"
-            )
+        for rate in self.geometry.rates:
+            if self.host_page % rate:
+                raise UserError(
+                    f"host_page is {self.host_page}, but a record stands for {rate} "
+                    "positions; a page holds whole records"
+                )
         if self.tail < 2 * self.queries:
             raise UserError(
                 f"a tail of {self.tail} cannot hold {self.queries} verify queries; "
@@ -88,64 +87,59 @@ class HierarchyConfig:
     @property
     def pools(self) -> int:
         """Number of pools."""
-        return len(self.geometry.layers_per_pool)
+        return self.geometry.pools
 
-    @property
-    def records(self) -> int:
-        """Records of a request that uses its whole capacity, in every pool."""
-        return self.capacity // self.geometry.rate
+    def records(self, pool: int) -> int:
+        """Records of a request that uses its whole capacity, in one pool."""
+        return self.capacity // self.geometry.rate(pool)
 
-    @property
-    def fresh(self) -> int:
-        """Most records that one step completes for a request."""
-        return self.geometry.fresh(self.queries)
+    def fresh(self, pool: int) -> int:
+        """Most records of one pool that one step completes for a request."""
+        return self.geometry.fresh(pool, self.queries)
 
-    @property
-    def page_records(self) -> int:
-        """Records in a host page."""
-        return self.host_page // self.geometry.rate
+    def page_records(self, pool: int) -> int:
+        """Records of one pool in a host page."""
+        return self.host_page // self.geometry.rate(pool)
 
-    @property
+    @functools.cached_property
     def page_slots(self) -> int:
-        """Slots per page: a power of two that divides the budget, so that no slot is lost."""
-        return min(MAX_PAGE_SLOTS, self.hot_slots & -self.hot_slots)
+        """Slots per page: a power of two that divides all budgets, so that no slot is lost."""
+        budgets = [self.hot_slots(pool) for pool in range(self.pools)]
+        return min(MAX_PAGE_SLOTS, *(slots & -slots for slots in budgets))
 
-    @property
-    def hot_slots(self) -> int:
-        """Hot slots per request and pool, on average: `hot_rows`, or all records if that is less.
+    def hot_slots(self, pool: int) -> int:
+        """Hot slots per request in a pool, on average: `hot_rows`, or all records if that is less.
 
         `resident` always has a slot for every record, rounded up to whole pages.
         """
-        if self.policy is Policy.RESIDENT or self.hot_rows >= self.records:
-            return -(-self.records // MAX_PAGE_SLOTS) * MAX_PAGE_SLOTS
+        records = self.records(pool)
+        if self.policy is Policy.RESIDENT or self.hot_rows >= records:
+            return -(-records // MAX_PAGE_SLOTS) * MAX_PAGE_SLOTS
         return self.hot_rows
 
-    @property
-    def share_pages(self) -> int:
-        """Pages per request and pool, on average: what `fixed` and `resident` always hold."""
-        return self.hot_slots // self.page_slots
+    def share_pages(self, pool: int) -> int:
+        """Pages per request in a pool, on average: what `fixed` and `resident` always hold."""
+        return self.hot_slots(pool) // self.page_slots
 
-    @property
-    def max_pages(self) -> int:
+    def max_pages(self, pool: int) -> int:
         """Pages that one request can use at most in one pool: its whole history."""
-        return -(-self.records // self.page_slots)
+        return -(-self.records(pool) // self.page_slots)
 
     @property
     def working_set(self) -> int:
-        """Records that one step can need of one pool and request at most."""
+        """Records that one selection of a step can need of one pool and request at most."""
         return self.queries * self.geometry.top_k
 
-    @property
-    def floor_pages(self) -> int:
-        """Pages that an active request never falls below."""
+    def floor_pages(self, pool: int) -> int:
+        """Pages of a pool that an active request never falls below."""
         if self.policy is not Policy.ADAPTIVE:
-            return self.share_pages
-        return min(self.share_pages, -(-self.working_set // self.page_slots))
+            return self.share_pages(pool)
+        return min(self.share_pages(pool), -(-self.working_set // self.page_slots))
 
-    @property
-    def staging(self) -> int:
-        """Staging slots per request: what the floor cannot hold of the largest working set."""
-        return max(0, self.working_set - self.floor_pages * self.page_slots)
+    def staging(self, hot: int) -> int:
+        """Staging slots per request: what no floor can hold of the largest working set."""
+        floor = min(self.floor_pages(pool) for pool in self.hot_pools[hot])
+        return max(0, self.working_set - floor * self.page_slots)
 
     @property
     def row_pages(self) -> int:
@@ -160,13 +154,15 @@ class HierarchyConfig:
     @property
     def host_page_bytes(self) -> int:
         """Bytes of a host page in all pools, index keys included."""
-        words = sum(self.record_words(pool) + self.key_words for pool in range(self.pools))
-        return self.host_page * words * WORD_BYTES
+        words = sum(
+            self.page_records(pool) * (self.record_words(pool) + self.key_words)
+            for pool in range(self.pools)
+        )
+        return words * WORD_BYTES
 
-    @property
-    def host_rows(self) -> int:
-        """Records that host memory has room for."""
-        return self.host_page_count * self.page_records
+    def host_rows(self, pool: int) -> int:
+        """Records of one pool that host memory has room for."""
+        return self.host_page_count * self.page_records(pool)
 
     @property
     def ghosts(self) -> int:
@@ -185,9 +181,7 @@ class HierarchyConfig:
     @property
     def key_words(self) -> int:
         """int32 words of an index key in host memory, padded as a record is."""
-        geometry = self.geometry
-        numbers = words_of(geometry.index_width, jnp.dtype(geometry.index_dtype))
-        return _aligned(numbers + (geometry.index_dtype == SCALED_KEYS))
+        return _aligned(self.geometry.key_bytes // WORD_BYTES)
 
     @functools.cached_property
     def hot_pools(self) -> tuple[tuple[int, ...], ...]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from dhisparse_jax.errors import UserError
 from pallas_kernels.common.rows import WORD_BYTES, words_of
 from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.index_scores.types import packed_format
 
 MOST_SCALED = 128
 """Numbers of an fp8 row that share a scale, at most."""
@@ -21,8 +22,14 @@ ROW_DTYPES = ("float32", "bfloat16", OPAQUE)
 FP8 = "fp8"
 """What formats are called that have numbers of 8 bits, with scales."""
 
+FP4 = "fp4"
+"""The same with numbers of 4 bits."""
+
 SCALED_KEYS = "float8_e4m3fn"
 """The `index_dtype` of index keys in fp8, which have a float32 scale each."""
+
+PACKED_KEYS = "float4_e2m1fn"
+"""The `index_dtype` of index keys in fp4, whose scales are powers of two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +122,10 @@ class RowFormat:
 
     @property
     def name(self) -> str:
-        """The dtype, or "fp8"."""
-        return self.dtype if isinstance(self.dtype, str) else FP8
+        """The dtype, or "fp8" or "fp4"."""
+        if isinstance(self.dtype, str):
+            return self.dtype
+        return FP8 if self.dtype.numbers == "e4m3" else FP4
 
     @property
     def parts(self) -> int:
@@ -143,14 +152,16 @@ class Kept:
     """Rows that a layer keeps of a request on the device, for itself, beside the records.
 
     Attributes:
-        width: numbers in a row; words of it, where it is of the geometry's row format.
+        width: numbers in a row; words of it, where attention reads it.
         dtype: of the numbers; "int32" for words.
+        row: format of a row that attention reads; None: that of the geometry.
         span: how many of the newest positions are read, a row each; None: rows of all.
         rate: positions per row, where there are rows of all.
     """
 
     width: int
     dtype: str
+    row: RowFormat | None = None
     span: int | None = None
     rate: int = 1
 
@@ -164,10 +175,26 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Blocks of records that the first selection from a pool leaves to the others.
+
+    The score of a block is the best one of its records; the newest block is always among them.
+    Source: DeepSeek-V4.1 (two-level selection).
+
+    Attributes:
+        block: records in a block.
+        count: blocks that are left to a query.
+    """
+
+    block: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometry:
     """What a model needs of a hierarchy; every served model states it.
 
-    A model that compresses its history has a record for every `rate` positions, complete with the
+    A model that compresses its history has a record for every so many positions, complete with the
     last of them, and record numbers take the place of positions wherever records are meant.
 
     Attributes:
@@ -176,11 +203,14 @@ class Geometry:
             DeepSeek-V4: 1 each, the layers between them have no rows in records.
         top_k: how many records a query selects, at most where the model itself selects.
         index_width: numbers in an index key; 0 where the model itself selects.
-        index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS.
+        index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS or
+            PACKED_KEYS.
         scale: factor of the attention logits. GLM-5.x: 256**-0.5. 1 for rows that are bytes.
         index_power_scales: whether the scales of SCALED_KEYS are powers of two.
-        rate: positions per record. DeepSeek-V4: 4.
+        rates: positions per record of each pool; empty: 1. DeepSeek-V4: 4 each; V4.1: 2, 2, 2, 1.
         kept: what else the layers of each pool keep; empty: nothing.
+        candidates: what the first selection from each pool leaves to the others, which are all
+            records where it is None; empty: None.
     """
 
     row: RowFormat
@@ -190,8 +220,9 @@ class Geometry:
     index_dtype: str = "float32"
     scale: float
     index_power_scales: bool = False
-    rate: int = 1
+    rates: tuple[int, ...] = ()
     kept: tuple[tuple[Kept, ...], ...] = ()
+    candidates: tuple[Candidates | None, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse groups without layers, and selections of nothing."""
@@ -201,13 +232,20 @@ class Geometry:
             raise UserError(f"top_k is {self.top_k}; a query selects at least 1 record")
 
     @property
+    def pools(self) -> int:
+        """Number of pools."""
+        return len(self.layers_per_pool)
+
+    @property
     def index_format(self) -> str:
-        """The dtype of the index keys, or "fp8"."""
-        return FP8 if self.index_dtype == SCALED_KEYS else self.index_dtype
+        """The dtype of the index keys, or "fp8" or "fp4"."""
+        return {SCALED_KEYS: FP8, PACKED_KEYS: FP4}.get(self.index_dtype, self.index_dtype)
 
     @property
     def key_bytes(self) -> int:
         """Bytes of an index key, with its scale."""
+        if self.index_dtype == PACKED_KEYS:
+            return packed_format(self.index_width).bytes
         numbers = self.index_width * jnp.dtype(self.index_dtype).itemsize
         return numbers + (WORD_BYTES if self.index_dtype == SCALED_KEYS else 0)
 
@@ -217,19 +255,30 @@ class Geometry:
 
         Without what fills up records.
         """
-        rows = sum(self.layers_per_pool) * self.row.words * WORD_BYTES
-        keys = len(self.layers_per_pool) * self.key_bytes
+        records = sum(
+            (layers * self.row.words * WORD_BYTES + self.key_bytes) / self.rate(pool)
+            for pool, layers in enumerate(self.layers_per_pool)
+        )
         beside = sum(
             kept.width * jnp.dtype(kept.dtype).itemsize / kept.rate
             for pool in self.kept
             for kept in pool
             if kept.span is None
         )
-        return (rows + keys) / self.rate + beside
+        return records + beside
 
-    def fresh(self, queries: int) -> int:
-        """Most records that so many new positions complete."""
-        return -(-queries // self.rate)
+    def rate(self, pool: int) -> int:
+        """Positions per record of a pool."""
+        return self.rates[pool] if self.rates else 1
+
+    @property
+    def whole(self) -> int:
+        """Positions that make whole records in every pool, at least."""
+        return math.lcm(*self.rates)
+
+    def fresh(self, pool: int, queries: int) -> int:
+        """Most records of a pool that so many new positions complete."""
+        return -(-queries // self.rate(pool))
 
     def check_movable(self, what: str) -> None:
         """Refuse what takes the history of a request elsewhere, where it is more than its records.
@@ -246,3 +295,7 @@ class Geometry:
     def kept_of(self, pool: int) -> tuple[Kept, ...]:
         """What the layers of one pool keep."""
         return self.kept[pool] if self.kept else ()
+
+    def candidates_of(self, pool: int) -> Candidates | None:
+        """What the first selection from one pool leaves to the others."""
+        return self.candidates[pool] if self.candidates else None

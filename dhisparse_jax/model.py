@@ -17,17 +17,30 @@ Params = Any
 Opened = TypeVar("Opened")
 """An open group (decode) or an open prompt (prefill); a model only hands it on."""
 
-OpenFn = Callable[[IndexInputs], Opened]
-"""Select for the new tokens of a group, from what the group's indexer computed."""
+
+@runtime_checkable
+class OpenFn(Protocol[Opened]):
+    """Select for the new tokens of a group, from what the group's indexer computed.
+
+    Several layers of a group may select from its records, each for those that follow it: what the
+    first one opened, and layers have attended with, is then opened again, without index keys.
+    """
+
+    def __call__(self, index: IndexInputs, opened: Opened | None = None) -> Opened:
+        """Opens a group, or opens it again."""
+        ...
+
 
 Taps = tuple[Float[Array, "R T D"], ...]
 """Residual streams after some layers of a group."""
 
 AttendFn = Callable[
-    [Opened, int, Float[Array, "R E width"], Float[Array, "R T H width"]],
+    [Opened, int, Float[Array, "R E width"] | None, Float[Array, "R T H width"]],
     tuple[Attended, Opened],
 ]
-"""(opened, layer in group, new rows, absorbed queries) -> (what is attended, opened)."""
+"""(opened, layer in record, new rows, absorbed queries) -> (what is attended, opened).
+
+Without new rows, where another layer writes them, which this one shares."""
 
 KeptLeaves = tuple[Shaped[Array, "R _ _"], ...]
 """What the layers of a group keep beside records; see `hierarchy.kept`."""
@@ -70,7 +83,7 @@ class ServedModel(Protocol):
     """A model with native sparse selection, as pure functions of its weights.
 
     Attributes:
-        geometry: what it needs of a hierarchy; one pool per selection group.
+        geometry: what it needs of a hierarchy; one pool per group of layers.
         context: most positions it can use.
         vocabulary: number of token ids.
     """
@@ -99,7 +112,7 @@ class ServedModel(Protocol):
         taps: tuple[int, ...] = (),
         beside: Beside | None = None,
     ) -> Ran[Opened]:
-        """All layers of selection group `pool`: `open_group` once, then `attend` once per layer.
+        """All layers of group `pool`: `open_group`, then `attend` once per layer.
 
         Args:
             params: weights.

@@ -21,12 +21,11 @@ from dhisparse_jax.hierarchy import layout, requests
 from dhisparse_jax.hierarchy.formats import StoredKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.heads import attend_slots
 from dhisparse_jax.hierarchy.retrieve import Attended
-from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, best
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import KeptLeaves
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.index_scores.api import index_scores
-from pallas_kernels.top_k.api import top_k
 
 
 @pytree
@@ -52,11 +51,19 @@ class Prompt:
 
 @pytree
 class OpenPrompt:
-    """A chunk of a prompt inside a group: the prompt so far, the chunk's start and selection."""
+    """A chunk of a prompt inside a group: the prompt so far, the chunk's start and selection.
+
+    Attributes:
+        prompt: the prompt so far.
+        start: int32 first position of the chunk.
+        selection: int32 selected records.
+        blocks: what the first selection left to the others; see `hierarchy.select.Selection`.
+    """
 
     prompt: Prompt
     start: Int[Array, ""]
     selection: Int[Array, "1 T K"]
+    blocks: Blocks
 
 
 def padded_capacity(cfg: HierarchyConfig, chunk: int) -> int:
@@ -67,7 +74,7 @@ def padded_capacity(cfg: HierarchyConfig, chunk: int) -> int:
 def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     """Room for one prompt in one group."""
     geometry = cfg.geometry
-    rows = geometry.fresh(padded_capacity(cfg, chunk) + chunk)
+    rows = geometry.fresh(pool, padded_capacity(cfg, chunk) + chunk)
     return Prompt(
         records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
         keys=no_keys(geometry, rows),
@@ -102,7 +109,7 @@ def begin_prompt(
         empty,
         records=requests.recall(state, cfg, pool, host_pages, shared, empty.records),
         keys=jax.tree.map(
-            lambda room, known: room.at[: cfg.records].set(known),
+            lambda room, known: room.at[: cfg.records(pool)].set(known),
             empty.keys,
             requests.recall_keys(state, cfg, pool, host_pages, shared),
         ),
@@ -111,37 +118,57 @@ def begin_prompt(
 
 
 def open_prompt(
-    prompt: Prompt, cfg: HierarchyConfig, start: Int[Array, ""], index: IndexInputs
+    prompt: Prompt, cfg: HierarchyConfig, pool: int, start: Int[Array, ""], index: IndexInputs
 ) -> OpenPrompt:
     """Select for the tokens of the chunk that starts at position `start`.
 
     Args:
         prompt: the prompt in this group so far.
         cfg: sizes of the hierarchy.
+        pool: which group.
         start: int32 first position of the chunk.
         index: what the indexer computed; R = 1, T = tokens in the chunk.
     """
+    assert index.keys is not None  # a model selects from a group for the first time with them
     with jax.named_scope("append"):
         keys = jax.tree.map(
-            lambda every, fresh: _written(cfg, prompt, every, fresh, start),
+            lambda every, fresh: _written(cfg, pool, prompt, every, fresh, start),
             prompt.keys,
             stored_keys(cfg.geometry, index.keys[0]),
         )
+    return _selected(dataclasses.replace(prompt, keys=keys), cfg, pool, start, index, None)
+
+
+def select_again(
+    opened: OpenPrompt, cfg: HierarchyConfig, pool: int, index: IndexInputs
+) -> OpenPrompt:
+    """Select again from the records of the group: the counterpart of `group.select_again`."""
+    return _selected(opened.prompt, cfg, pool, opened.start, index, opened.blocks)
+
+
+def _selected(
+    prompt: Prompt,
+    cfg: HierarchyConfig,
+    pool: int,
+    start: Int[Array, ""],
+    index: IndexInputs,
+    blocks: Blocks,
+) -> OpenPrompt:
     with jax.named_scope("select"):
         end = start + 1 + jnp.arange(index.queries.shape[1], dtype=jnp.int32)[None]
-        visible = layout.complete(cfg, end)
-        one = jax.tree.map(lambda every: every[None], keys)
+        visible = layout.complete(cfg, pool, end)
+        one = jax.tree.map(lambda every: every[None], prompt.keys)
         scores = index_scores(index.queries, index.weights, one, visible)
-        selection = top_k(scores, cfg.geometry.top_k)
-    prompt = dataclasses.replace(prompt, keys=keys)
-    return OpenPrompt(prompt=prompt, start=start, selection=selection)
+        found = best(cfg.geometry, pool, scores, visible, blocks)
+    return OpenPrompt(prompt=prompt, start=start, selection=found.records, blocks=found.blocks)
 
 
 def attend_prompt(
     opened: OpenPrompt,
     cfg: HierarchyConfig,
+    pool: int,
     layer: int,
-    row: Float[Array, "1 E width"],
+    row: Float[Array, "1 E width"] | None,
     query: Float[Array, "1 T H key"],
 ) -> tuple[Attended, OpenPrompt]:
     """Write the chunk's rows of one layer and attend; a record is its own slot here.
@@ -150,17 +177,20 @@ def attend_prompt(
     """
     row_format = cfg.geometry.row
     offset = layer * row_format.words
-    with jax.named_scope("append"):
-        words = stored_rows(row_format, row[0])
-        records = _written(cfg, opened.prompt, opened.prompt.records, words, opened.start, offset)
+    prompt, records = opened.prompt, opened.prompt.records
+    if row is not None:
+        with jax.named_scope("append"):
+            words = stored_rows(row_format, row[0])
+            records = _written(cfg, pool, prompt, records, words, opened.start, offset)
     with jax.named_scope("attend"):
         attended = attend_slots(cfg.geometry, layer, query, records, opened.selection)
-    prompt = dataclasses.replace(opened.prompt, records=records)
+    prompt = dataclasses.replace(prompt, records=records)
     return attended, dataclasses.replace(opened, prompt=prompt)
 
 
 def _written(
     cfg: HierarchyConfig,
+    pool: int,
     prompt: Prompt,
     old: Shaped[Array, "P *_"],
     rows: Shaped[Array, "E *_"],
@@ -168,7 +198,7 @@ def _written(
     column: int = 0,
 ) -> Shaped[Array, "P *_"]:
     """`old` with `rows` from position `start` on, but for what the prompt knows already."""
-    first, known = (layout.complete(cfg, position) for position in (start, prompt.known))
+    first, known = (layout.complete(cfg, pool, position) for position in (start, prompt.known))
     at = (first, *[jnp.int32(column)] * (old.ndim - 1))
     before = lax.optimization_barrier(lax.dynamic_slice(old, at, rows.shape))
     own = first + jnp.arange(rows.shape[0], dtype=jnp.int32) >= known

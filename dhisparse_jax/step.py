@@ -13,8 +13,15 @@ from dhisparse_jax.hierarchy.adapt import adapt
 from dhisparse_jax.hierarchy.append import query_positions
 from dhisparse_jax.hierarchy.backup import backup
 from dhisparse_jax.hierarchy.commit import commit
-from dhisparse_jax.hierarchy.group import OpenGroup, attend, close_group, open_group
+from dhisparse_jax.hierarchy.group import (
+    OpenGroup,
+    attend,
+    close_group,
+    open_group,
+    select_again,
+)
 from dhisparse_jax.hierarchy.retrieve import Attended
+from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_pool
 from dhisparse_jax.model import Beside, Params, ServedModel, Taps, layers_of, places_of
@@ -253,12 +260,15 @@ def _decode_group(  # noqa: PLR0913  # a step's inputs, all of them
     live: Int[Array, " R"] | None,
     places: tuple[int, ...],
 ) -> tuple[Float[Array, "R T D"], Taps, HierarchyState]:
-    open_it = partial(open_group, state, cfg, pool, live=live)
+    def open_it(index: IndexInputs, opened: OpenGroup | None = None) -> OpenGroup:
+        if opened is None:
+            return open_group(state, cfg, pool, index, live)
+        return select_again(opened, cfg, pool, index, live)
 
     def attend_it(
         group: OpenGroup,
         layer: int,
-        row: Float[Array, "R E width"],
+        row: Float[Array, "R E width"] | None,
         query: Float[Array, "R T H width"],
     ) -> tuple[Attended, OpenGroup]:
         return attend(group, cfg, pool, layer, row, query)

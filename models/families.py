@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.values import config_of
 from dhisparse_jax.errors import UserError
@@ -13,12 +15,19 @@ from dhisparse_jax.models import hf_tensors as glm_tensors
 from dhisparse_jax.models.deepseek_v4 import decode as v4_decode
 from dhisparse_jax.models.deepseek_v4 import hf_tensors as v4_tensors
 from dhisparse_jax.models.deepseek_v4.hf_config import parse_v4_config
+from dhisparse_jax.models.deepseek_v41 import decode as v41_decode
+from dhisparse_jax.models.deepseek_v41 import hf_tensors as v41_tensors
+from dhisparse_jax.models.deepseek_v41.hf_config import parse_v41_config
+from dhisparse_jax.models.deepseek_v41.words import read_words
 from dhisparse_jax.models.glm import decode as glm_decode
 from dhisparse_jax.models.hf_config import MODEL_TYPES, parse_config
 from dhisparse_jax.models.hf_names import canonical_name
 from dhisparse_jax.models.params import AnyConfig, AnyModel, Flat
 from dhisparse_jax.models.stream import Pieces
 from dhisparse_jax.models.tensor_files import Shape
+
+EXPERTS = "expert_format"
+"""The entry of a configuration that says what format routed experts have."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,12 @@ class Family:
         canonical: the one name that a published tensor has here, whoever wrote it.
         shapes: of all published tensors, by that name.
         integers: names of those with whole numbers from 0 on, and how many there are of these.
-        expert_names: names of the matrices of routed experts.
+        stored: names of tensors that may stay quantised, all in one format, by the entry of the
+            configuration that says in which: first the matrices of routed experts.
+        blocks: blocks of quantised tensors, where they are not those of the published
+            configuration.
+        unused: whether a tensor belongs to a part of the model that is not used here.
+        derived: arrays by our names that are in no tensor, from the folder of a checkpoint.
         pieces: what each of our arrays is made of.
         serve: a model as pure functions and weights, from the dtype of its computation and the
             formats of rows and index keys, where they are not those of the configuration.
@@ -46,9 +60,12 @@ class Family:
     canonical: Callable[[str], str]
     shapes: Callable[[Any], dict[str, Shape]]
     integers: Callable[[Any], dict[str, int]]
-    expert_names: Callable[[Any], list[str]]
+    stored: Callable[[Any], dict[str, list[str]]]
     pieces: Callable[[Any, Flat], dict[str, Pieces]]
     serve: Callable[[Any, str, str | None, str | None], tuple[ServedModel, Params]]
+    blocks: Callable[[Any], dict[str, tuple[int, int]]] = lambda config: {}
+    unused: Callable[[str], bool] = lambda name: False
+    derived: Callable[[Any, Path], Flat] = lambda config, directory: {}
 
 
 GLM = Family(
@@ -59,7 +76,7 @@ GLM = Family(
     canonical=canonical_name,
     shapes=glm_tensors.published_shapes,
     integers=lambda config: {},
-    expert_names=glm_tensors.expert_names,
+    stored=lambda config: {EXPERTS: glm_tensors.expert_names(config)},
     pieces=glm_tensors.pieces_of,
     serve=glm_decode.serve,
 )
@@ -71,11 +88,31 @@ DEEPSEEK_V4 = Family(
     canonical=v4_tensors.canonical_v4_name,
     shapes=v4_tensors.published_v4_shapes,
     integers=v4_tensors.v4_integers,
-    expert_names=v4_tensors.v4_expert_names,
+    stored=lambda config: {EXPERTS: v4_tensors.v4_expert_names(config)},
     pieces=v4_tensors.v4_pieces,
     serve=v4_decode.serve,
 )
-FAMILIES = (GLM, DEEPSEEK_V4)
+DEEPSEEK_V41 = Family(
+    name="deepseek_v41",
+    model_types=("deepseek_v41", "deepseek_v41_text"),
+    config=V41Config,
+    parse=parse_v41_config,
+    canonical=v4_tensors.canonical_v4_name,
+    shapes=v41_tensors.published_v41_shapes,
+    integers=lambda config: {},
+    stored=lambda config: {
+        EXPERTS: v4_tensors.v4_expert_names(config),
+        "table_format": v41_tensors.table_names(config),
+    },
+    pieces=v41_tensors.v41_pieces,
+    serve=v41_decode.serve,
+    blocks=v41_tensors.table_blocks,
+    unused=v41_tensors.is_other_part,
+    derived=lambda config, directory: (
+        {v41_tensors.WORDS: read_words(directory, config)} if config.engram_layers else {}
+    ),
+)
+FAMILIES = (GLM, DEEPSEEK_V4, DEEPSEEK_V41)
 
 _FAMILY_ENTRY = "family"
 """In our configurations of all families but the first, which has none."""

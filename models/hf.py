@@ -2,8 +2,9 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ import jax.numpy as jnp
 from dhisparse_jax.arrays import Place
 from dhisparse_jax.configs.quantised import FLOAT, name_of
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.models.families import family_of, published_family
+from dhisparse_jax.models.families import EXPERTS, family_of, published_family
 from dhisparse_jax.models.hf_config import MTP_LAYERS, eos_ids, integer, read_json
 from dhisparse_jax.models.params import (
     AnyConfig,
     AnyModel,
+    Flat,
     Nested,
     abstract_params,
     build_model,
@@ -34,7 +36,7 @@ class Loaded(NamedTuple):
     Attributes:
         config: sizes.
         model: the model.
-        unused: sorted names of tensors, all of MTP layers, that it does not use.
+        unused: sorted names of tensors that it does not use: of MTP layers, and of other parts.
     """
 
     config: AnyConfig
@@ -68,10 +70,13 @@ def load_hf(
     directory = Path(directory)
     config, block, mtp_layers = read_config(directory)
     tensors = find_tensors(directory, config, block, mtp_layers)
-    if stored_experts:
-        config = dataclasses.replace(config, expert_format=_expert_format(config, tensors))
+    for entry, names in family_of(config).stored(config).items():
+        if stored_experts or entry != EXPERTS:
+            own: dict[str, Any] = {entry: _stored_format(names, tensors)}
+            config = dataclasses.replace(config, **own)
     dtype = jnp.dtype(dtype or config.param_dtype)
-    params = _load_params(config, tensors, dtype, place)
+    derived = family_of(config).derived(config, directory)
+    params = _load_params(config, tensors, derived, dtype, place)
     return Loaded(config, build_model(config, params, dtype), tensors.unused)
 
 
@@ -120,8 +125,9 @@ def find_tensors(
         directory,
         family.shapes(config),
         block=block,
+        blocks=family.blocks(config),
         canonical=family.canonical,
-        ignored=lambda name: _is_mtp(name, config.num_layers, mtp_layers),
+        ignored=lambda name: _is_mtp(name, config.num_layers, mtp_layers) or family.unused(name),
         integers=family.integers(config),
     )
 
@@ -133,13 +139,12 @@ def _is_mtp(name: str, num_layers: int, mtp_layers: int) -> bool:
     return name.startswith("mtp.") or 0 <= behind < mtp_layers
 
 
-def _expert_format(config: AnyConfig, tensors: Published) -> str:
-    """The name of the format that all routed experts have.
+def _stored_format(names: Sequence[str], tensors: Published) -> str:
+    """The name of the format that all these tensors have.
 
     Raises:
         UserError: They have several, or one that is not supported.
     """
-    names = family_of(config).expert_names(config)
     if not names:
         return FLOAT
     first, formats = names[0], {name: tensors.quantised[name].weights for name in tensors.quantised}
@@ -152,7 +157,9 @@ def _expert_format(config: AnyConfig, tensors: Published) -> str:
     return name_of(formats[first]) if first in formats else FLOAT
 
 
-def _load_params(config: AnyConfig, tensors: Published, dtype: jnp.dtype, place: Place) -> Nested:
+def _load_params(
+    config: AnyConfig, tensors: Published, derived: Flat, dtype: jnp.dtype, place: Place
+) -> Nested:
     """The nested weights. Those that are dequantised get the compute dtype, which loses least."""
     nested = abstract_params(config)
     like = flatten(nested)
@@ -160,4 +167,6 @@ def _load_params(config: AnyConfig, tensors: Published, dtype: jnp.dtype, place:
     for name, parts in pieces.items():
         if any(part.name in tensors.quantised and not part.stored for part in parts):
             like[name] = jax.ShapeDtypeStruct(like[name].shape, dtype)
-    return unflatten(load_arrays(like, pieces, tensors.rows, place=place), nested)
+    own = {name: jax.device_put(leaf, place(name, leaf.shape)) for name, leaf in derived.items()}
+    read = {name: leaf for name, leaf in like.items() if name not in own}
+    return unflatten(load_arrays(read, pieces, tensors.rows, place=place) | own, nested)

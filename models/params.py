@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.models.deepseek_v4.model import V4Model
+from dhisparse_jax.models.deepseek_v41.model import V41Model
 from dhisparse_jax.models.glm.model import GlmModel
 
 Nested = dict[Any, Any]  # str or layer number -> Nested or array
 Flat = dict[str, Any]
-AnyConfig = GlmConfig | V4Config
-AnyModel = GlmModel | V4Model
+AnyConfig = GlmConfig | V4Config | V41Config
+AnyModel = GlmModel | V4Model | V41Model
 
 _Model = TypeVar("_Model", bound=nnx.Module)
 
@@ -33,6 +35,8 @@ def new_model(config: AnyConfig, dtype: jnp.dtype | type = jnp.float32) -> AnyMo
     """A model with initial weights."""
     if isinstance(config, V4Config):
         return V4Model(config, rngs=nnx.Rngs(0), dtype=dtype)
+    if isinstance(config, V41Config):
+        return V41Model(config, rngs=nnx.Rngs(0), dtype=dtype)
     return GlmModel(config, rngs=nnx.Rngs(0), dtype=dtype)
 
 
@@ -45,6 +49,8 @@ def abstract_params(config: AnyConfig) -> Nested:
 def build_model(config: GlmConfig, params: Nested, dtype: jnp.dtype | type) -> GlmModel: ...
 @overload
 def build_model(config: V4Config, params: Nested, dtype: jnp.dtype | type) -> V4Model: ...
+@overload
+def build_model(config: V41Config, params: Nested, dtype: jnp.dtype | type) -> V41Model: ...
 def build_model(config: AnyConfig, params: Nested, dtype: jnp.dtype | type) -> AnyModel:
     """A model with the given nested weights, computing in `dtype`. May be traced."""
     return fill(lambda: new_model(config, dtype), params)

@@ -32,6 +32,7 @@ from dhisparse_jax.models.tensor_files import (
 
 DEFAULT_BLOCK = (128, 128)
 NO_INTEGERS: Mapping[str, int] = MappingProxyType({})
+NO_BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType({})
 _ALL = slice(None)
 
 
@@ -51,6 +52,7 @@ class Published:
         expected: Mapping[str, Shape],
         *,
         block: tuple[int, int] = DEFAULT_BLOCK,
+        blocks: Mapping[str, tuple[int, int]] = NO_BLOCKS,
         canonical: Callable[[str], str] = lambda name: name,
         ignored: Callable[[str], bool] = lambda name: False,
         integers: Mapping[str, int] = NO_INTEGERS,
@@ -61,6 +63,7 @@ class Published:
             directory: holds the files.
             expected: name and shape of every tensor of the model; scales are found beside them.
             block: rows and columns of a block of 8-bit numbers.
+            blocks: the same of tensors that have another one, by name.
             canonical: the name in `expected` of a tensor by its name in the files.
             ignored: whether a tensor, by its name in `expected`, is none of the model's.
             integers: names in `expected` of tensors of whole numbers from 0 on, and how many
@@ -81,7 +84,7 @@ class Published:
             if header is None:
                 continue
             if is_quantised(header.dtype, shape):
-                self.quantised[name] = self._describe(name, header, shape, block)
+                self.quantised[name] = self._describe(name, header, shape, blocks.get(name, block))
             else:
                 check_header(name, header, shape, INTEGERS if name in integers else FLOATS)
         self.scales = {t.scale: self.headers[t.scale].shape for t in self.quantised.values()}

@@ -15,9 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 from dhisparse_jax.configs.quantised import WeightFormat
 from dhisparse_jax.errors import UserError
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the 16 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3)."""
+from pallas_kernels.common.e2m1 import unpack_e2m1 as unpack
 
 PACKED_BLOCK = (1, 32)
 """Block of 4-bit experts in every published checkpoint that has them."""
@@ -106,7 +104,4 @@ def decode_numbers(
     """The numbers without their scales, on a device: exact in bfloat16 and float32."""
     if not weights.packed:
         return numbers.astype(dtype)
-    raw = jax.lax.bitcast_convert_type(numbers, jnp.uint8)
-    halves = jnp.stack((raw & jnp.uint8(15), raw >> jnp.uint8(4)), axis=-1)
-    values = jnp.asarray(E2M1, dtype)[halves.astype(jnp.int32)]
-    return values.reshape(*numbers.shape[:-1], -1)
+    return unpack(jax.lax.bitcast_convert_type(numbers, jnp.uint8), dtype)

@@ -33,10 +33,10 @@ def test_sizes_equal_the_model(policy, capacity):
         cfg = config(policy, capacity=capacity, hot_rows=hot_rows, queries=queries)
         sizes = Sizes(cfg)
         assert cfg.page_slots == sizes.page
-        assert cfg.share_pages == sizes.share
-        assert cfg.floor_pages == sizes.floor
-        assert cfg.max_pages == sizes.max_pages
-        assert cfg.staging == sizes.staging
+        assert cfg.share_pages(0) == sizes.share
+        assert cfg.floor_pages(0) == sizes.floor
+        assert cfg.max_pages(0) == sizes.max_pages
+        assert cfg.staging(0) == sizes.staging
         assert [list(members) for members in cfg.hot_pools] == sizes.hot
         assert [cfg.record_words(pool) for pool in range(cfg.pools)] == sizes.words
         for hot in range(len(sizes.hot)):
@@ -48,9 +48,9 @@ def test_sizes_equal_the_model(policy, capacity):
 def test_working_set_always_fits(policy, hot_rows):
     """Floor and staging together hold the largest working set; nobody can hold too many pages."""
     cfg = config(policy, hot_rows=hot_rows, queries=3)
-    assert cfg.floor_pages * cfg.page_slots + cfg.staging >= cfg.working_set
-    assert cfg.floor_pages <= cfg.share_pages <= cfg.max_pages
-    assert cfg.share_pages * cfg.page_slots >= min(hot_rows, cfg.capacity)
+    assert cfg.floor_pages(0) * cfg.page_slots + cfg.staging(0) >= cfg.working_set
+    assert cfg.floor_pages(0) <= cfg.share_pages(0) <= cfg.max_pages(0)
+    assert cfg.share_pages(0) * cfg.page_slots >= min(hot_rows, cfg.capacity)
 
 
 def test_glm_sizes():
@@ -66,7 +66,7 @@ def test_glm_sizes():
     assert [4 * cfg.record_words(pool) for pool in (0, 1, 2)] == [1152, 1152, 4608]
     assert cfg.hot_pools == ((0, 1), tuple(range(2, 21)))
     assert cfg.hot_pool_of(2) == (1, 0)
-    assert (cfg.page_slots, cfg.share_pages) == (16, 256)
+    assert (cfg.page_slots, cfg.share_pages(0)) == (16, 256)
 
 
 def test_equal_configurations_are_one_key():

@@ -15,6 +15,7 @@ class FormatName(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FP8 = "fp8"
+    FP4 = "fp4"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ KvFormat = Annotated[
         "--kv-format",
         help="What the rows of history are kept in, on the device and in host memory. fp8: 8-bit "
         "latents with a scale for each 128 of them, and bfloat16 rotated keys; 656 bytes with the "
-        "sizes of GLM-5.x, where bfloat16 has 1,152. Default: what the model's files say, else "
+        "sizes of GLM-5.x, where bfloat16 has 1,152. fp4: 4-bit entries and 8-bit windows of "
+        "DeepSeek-V4.1, 288 and 528 bytes. Default: what the model's files say, else "
         "--dtype.",
         rich_help_panel=HIERARCHY,
     ),
@@ -41,7 +43,8 @@ IndexFormat = Annotated[
     typer.Option(
         "--index-format",
         help="What the index keys are kept in. fp8: 8-bit numbers after a Hadamard rotation, with "
-        "a scale each; 132 bytes with the sizes of GLM-5.x, where bfloat16 has 256. Default: what "
+        "a scale each; 132 bytes with the sizes of GLM-5.x, where bfloat16 has 256. fp4: 4-bit "
+        "numbers with a scale for each 32, 68 bytes, since DeepSeek-V4. Default: what "
         "the model's files say, else --dtype.",
         rich_help_panel=HIERARCHY,
     ),

@@ -61,7 +61,7 @@ def load_model(
     )
     if loaded.unused:
         count = len(loaded.unused)
-        typer.echo(f"{name}: {count} tensors of MTP layers are not used", err=True)
+        typer.echo(f"{name}: {count} tensors are of parts of the model that are not used", err=True)
     return loaded
 
 
@@ -151,7 +151,7 @@ def make_engine(
     geometry = loaded.model.geometry
     rows = options.batch or min(requests, MOST_AT_ONCE)
     # A selection is never larger than the room for history.
-    selected = geometry.top_k * geometry.rate
+    selected = geometry.top_k * max(geometry.rates, default=1)
     capacity = min(max(positions + queries - 1, selected), loaded.context)
     config = HierarchyConfig(
         geometry=geometry,
@@ -161,7 +161,7 @@ def make_engine(
         queries=queries,
         hot_rows=options.hot_rows or default_hot_rows(geometry, rows, capacity),
         tail=max(LEAST_TAIL, 2 * queries),
-        host_page=geometry.rate * max(1, PAGE_POSITIONS // geometry.rate),
+        host_page=geometry.whole * max(1, PAGE_POSITIONS // geometry.whole),
         record_selections=options.record,
     )
     if options.host_memory is not None:

@@ -16,6 +16,7 @@ from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.hierarchy import requests
 from dhisparse_jax.hierarchy.admit import admit_prompt, readmit
 from dhisparse_jax.hierarchy.retrieve import Attended
+from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import Beside, Params, ServedModel, layers_of, places_of
 from dhisparse_jax.prefill import OpenPrompt, Prompt
@@ -230,7 +231,7 @@ def _capture(
     length: Int[Array, ""],
 ) -> Prompt:
     """Records and index keys of one pool that lie in host pages; zeros from `length` on."""
-    room = jnp.zeros((cfg.records, cfg.record_words(pool)), jnp.int32)
+    room = jnp.zeros((cfg.records(pool), cfg.record_words(pool)), jnp.int32)
     return Prompt(
         records=requests.recall(state, cfg, pool, pages, length, room),
         keys=requests.recall_keys(state, cfg, pool, pages, length),
@@ -247,7 +248,7 @@ def _admit(
     kept: Int[Array, ""],
 ) -> HierarchyState:
     """Store a prefilled prompt; its first `kept` positions are in shared host pages."""
-    own = lambda rows: rows[: cfg.records]
+    own = lambda rows: rows[: cfg.records(pool)]
     records, keys = own(prompt.records), jax.tree.map(own, prompt.keys)
     return admit_prompt(state, cfg, pool, row, records, keys, kept, prompt.kept)
 
@@ -271,15 +272,20 @@ def _prefill_chunk(  # noqa: PLR0913  # what jit binds, and what it is called wi
     def attend_it(
         opened: OpenPrompt,
         layer: int,
-        row: Float[Array, "1 E width"],
+        row: Float[Array, "1 E width"] | None,
         query: Float[Array, "1 T H width"],
     ) -> tuple[Attended, OpenPrompt]:
-        return prefill.attend_prompt(opened, cfg, layer, row, query)
+        return prefill.attend_prompt(opened, cfg, pool, layer, row, query)
 
     x = lax.dynamic_slice_in_dim(hidden.now, start, chunk)[None]
     first = hidden.origin + start
     positions = first + jnp.arange(chunk, dtype=jnp.int32)[None]
-    open_it = partial(prefill.open_prompt, prompt, cfg, first)
+
+    def open_it(index: IndexInputs, opened: OpenPrompt | None = None) -> OpenPrompt:
+        if opened is None:
+            return prefill.open_prompt(prompt, cfg, pool, first, index)
+        return prefill.select_again(opened, cfg, pool, index)
+
     places = places_of(cfg.geometry, pool, taps)
     tokens = lax.dynamic_slice_in_dim(hidden.tokens, start, chunk)[None]
     beside = Beside(tokens=tokens, kept=prompt.kept, writes=jnp.ones(1, jnp.bool_))

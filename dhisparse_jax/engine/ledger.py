@@ -74,7 +74,7 @@ class Ledger:
         pages = sum(layout.pages(cfg, number) for number in range(len(cfg.hot_pools)))
         every = cfg.requests * cfg.capacity
         total = Claim(every, pages, cfg.requests * cfg.pools * cfg.tail)
-        floor = cfg.pools * cfg.floor_pages
+        floor = sum(cfg.floor_pages(pool) for pool in range(cfg.pools))
         claim = Claim(cfg.capacity, floor, cfg.pools * cfg.tail)
         if cfg.geometry.kept:
             parking = 0

@@ -24,6 +24,7 @@ from dhisparse_jax.engine.session import fingerprint
 from dhisparse_jax.engine.sharing import Entry, Holding, Sharing
 from dhisparse_jax.engine.watch import Nobody, Watcher
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.prefill import Prompt, padded_capacity
@@ -254,8 +255,10 @@ class Machine:
     def resident_share(self) -> float:
         """Part of the committed history that hot pages and tails have room for; 1 of nothing."""
         budget, length = jax.device_get((self.state.budget, self.state.length))
-        room = np.minimum(budget * self.cfg.page_slots + self.cfg.tail, length[None])
-        return float(room.sum() / max(self.cfg.pools * length.sum(), 1)) if length.any() else 1.0
+        pools = range(self.cfg.pools)
+        records = np.stack([layout.complete(self.cfg, pool, length) for pool in pools])
+        room = np.minimum(budget * self.cfg.page_slots + self.cfg.tail, records)
+        return float(room.sum() / records.sum()) if records.any() else 1.0
 
     @functools.cached_property
     def model_id(self) -> str:

@@ -76,7 +76,7 @@ def _regions(cfg: HierarchyConfig, number: int) -> tuple[int, int, int]:
     slots = (
         layout.page_region(cfg, number),
         layout.tail_region(cfg, number),
-        cfg.requests * cfg.staging,
+        cfg.requests * cfg.staging(number),
     )
     return tuple(record * count for count in slots)  # type: ignore[return-value]
 
@@ -114,7 +114,7 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
         requests=requests,
         capacity=capacity,
         hot_rows=1,
-        host_page=geometry.rate,  # any that is possible
+        host_page=geometry.whole,  # any that is possible
     )
     per_row = requests * sum(4 * probe.record_words(pool) for pool in range(probe.pools))
     return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))
@@ -124,7 +124,7 @@ def _smaller_device(cfg: HierarchyConfig) -> str:
     """What makes the device part of a state smaller."""
     if cfg.policy is Policy.RESIDENT:
         return f"use --policy adaptive, or lower --batch (now {cfg.requests})"
-    return f"lower --hot-rows (now {cfg.hot_slots}) or --batch (now {cfg.requests})"
+    return f"lower --hot-rows (now {cfg.hot_rows}) or --batch (now {cfg.requests})"
 
 
 def check_memory(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:

@@ -31,7 +31,7 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import Geometry, RowFormat
 from pallas_kernels.common.scaled_rows import ScaledRow
 
-FORMAT, VERSION = "dhisparse-selections", 1
+FORMAT, VERSION = "dhisparse-selections", 2
 END, JOIN, ADMIT, LEAVE, STEP = range(5)
 
 
@@ -209,7 +209,9 @@ def _config(fields: dict[str, Any]) -> HierarchyConfig:
         row["dtype"] = ScaledRow(**row["dtype"])
     geometry["row"] = RowFormat(**row)
     geometry["layers_per_pool"] = tuple(geometry["layers_per_pool"])
-    geometry["kept"] = ()  # a model whose layers keep more is not recorded
+    geometry["rates"] = tuple(geometry["rates"])
+    # A model whose layers keep more is not recorded.
+    geometry["kept"] = geometry["candidates"] = ()
     typed: dict[str, Any] = {"geometry": Geometry(**geometry), "policy": Policy(fields["policy"])}
     return HierarchyConfig(**{**fields, **typed})
 

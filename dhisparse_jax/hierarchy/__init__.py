@@ -9,7 +9,7 @@ select      exact top-K over the whole history
 plan        hits, misses, victims
 kept        what layers keep beside records: the newest rows, and rows of all
 retrieve    host records to hot slots
-group       the calls of an attention module: open_group, attend, close_group
+group       the calls of an attention module: open_group, attend, select_again, close_group
 commit      accepted positions become history
 backup      committed records to the host pools
 ghost       what was evicted last, and the worth of a page
@@ -30,6 +30,7 @@ from dhisparse_jax.hierarchy.group import OpenGroup as OpenGroup
 from dhisparse_jax.hierarchy.group import attend as attend
 from dhisparse_jax.hierarchy.group import close_group as close_group
 from dhisparse_jax.hierarchy.group import open_group as open_group
+from dhisparse_jax.hierarchy.group import select_again as select_again
 from dhisparse_jax.hierarchy.invariants import check_invariants as check_invariants
 from dhisparse_jax.hierarchy.requests import join as join
 from dhisparse_jax.hierarchy.requests import leave as leave

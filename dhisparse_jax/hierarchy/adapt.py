@@ -27,6 +27,7 @@ record moves: a released page is a table edit, a granted one is empty.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ def admission_budgets(
     can use it; what is not free comes from those who value it least.
     """
     if cfg.policy is not Policy.ADAPTIVE:
-        return state.budget.at[:, request].set(cfg.floor_pages)
+        return state.budget.at[:, request].set(_floors(cfg, range(cfg.pools)))
     target = state.budget
     for number, pools in enumerate(cfg.hot_pools):
         members, total = jnp.array(pools), layout.pages(cfg, number)
@@ -110,9 +111,10 @@ def admission_budgets(
         low, _ = watermarks(state, cfg, number)
         even = total // (jnp.maximum(state.active.sum(dtype=jnp.int32), 1) * len(pools))
         spare = (total - low - held.sum()) // len(pools)
-        wish = jnp.minimum(jnp.maximum(even, spare), _history(state, cfg)[request])
-        wish = jnp.maximum(wish, cfg.floor_pages)
-        kept = _shrink(held, holders, total - wish * len(pools)).reshape(len(pools), -1)
+        useful = jnp.stack([_history(state, cfg, pool)[request] for pool in pools])
+        wish = jnp.minimum(jnp.maximum(even, spare), useful)
+        wish = jnp.maximum(wish, _floors(cfg, pools))
+        kept = _shrink(held, holders, total - wish.sum()).reshape(len(pools), -1)
         target = target.at[members].set(kept).at[members, request].set(wish)
     return target
 
@@ -126,10 +128,16 @@ def watermarks(
     return mark(LOW_WATERMARK), mark(HIGH_WATERMARK)
 
 
-def _history(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, " R"]:
-    """Pages that the history of each request can fill."""
-    used = jnp.minimum(layout.complete(cfg, state.length) + cfg.fresh, cfg.records)
-    return jnp.maximum(-(-used // cfg.page_slots), cfg.floor_pages)
+def _floors(cfg: HierarchyConfig, pools: Iterable[int]) -> Int[Array, " pools"]:
+    """Pages of each pool that an active request never falls below."""
+    return jnp.array([cfg.floor_pages(pool) for pool in pools], jnp.int32)
+
+
+def _history(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Int[Array, " R"]:
+    """Pages of a pool that the history of each request can fill."""
+    coming = layout.complete(cfg, pool, state.length) + cfg.fresh(pool)
+    used = jnp.minimum(coming, cfg.records(pool))
+    return jnp.maximum(-(-used // cfg.page_slots), cfg.floor_pages(pool))
 
 
 def _fillable(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Int[Array, "pools R"]:
@@ -138,7 +146,8 @@ def _fillable(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Int[A
     records = (hot.position >= 0).reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
     held = jnp.zeros(cfg.pools * cfg.requests, jnp.int32)
     held = held.at[dropping(hot.owner, held.shape[0])].add(records, mode="drop")
-    coming = jnp.maximum(jnp.ceil(state.miss_rate).astype(jnp.int32), cfg.fresh)
+    fresh = jnp.array([cfg.fresh(pool) for pool in range(cfg.pools)], jnp.int32)[:, None]
+    coming = jnp.maximum(jnp.ceil(state.miss_rate).astype(jnp.int32), fresh)
     return -(-(held.reshape(coming.shape) + coming) // cfg.page_slots)
 
 
@@ -150,11 +159,13 @@ def _of(every: Shaped[Array, "pools R"], members: tuple[int, ...]) -> Shaped[Arr
 def _holders(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Holders:
     members = cfg.hot_pools[number]
     everywhere = lambda leaf: jnp.tile(leaf, len(members))
+    history = jnp.concatenate([_history(state, cfg, pool) for pool in members])
+    floors = jnp.where(state.active[None], _floors(cfg, members)[:, None], 0)
     fillable = _of(_fillable(state, cfg, number), members)
     return Holders(
         value=_of(page_value(state), members),
-        useful=jnp.minimum(everywhere(_history(state, cfg)), fillable),
-        floor=everywhere(jnp.where(state.active, cfg.floor_pages, 0)),
+        useful=jnp.minimum(history, fillable),
+        floor=floors.reshape(-1),
         active=everywhere(state.active),
         misses=_of(state.miss_rate, members) > MISSES * (1.0 - DECAY),
     )

@@ -51,10 +51,12 @@ def admit_prompt(
         kept: what the layers have kept of it; see `kept`.
     """
     mine = state.pools[pool]
-    position = jnp.arange(cfg.records, dtype=jnp.int32)
-    first, end = (layout.complete(cfg, jnp.asarray(at)) for at in (start, state.length[request]))
+    position = jnp.arange(cfg.records(pool), dtype=jnp.int32)
+    first, end = (
+        layout.complete(cfg, pool, jnp.asarray(at)) for at in (start, state.length[request])
+    )
     fresh = masked(position, (position >= first) & (position < end))
-    (rows,) = layout.host_rows(cfg, state.host_page_of[request][None], fresh[None])
+    (rows,) = layout.host_rows(cfg, pool, state.host_page_of[request][None], fresh[None])
     hosts, sources = {"host": mine.host}, [records]
     if mine.host_keys is not None:
         hosts["host_keys"] = mine.host_keys
@@ -86,7 +88,7 @@ def readmit(
     state = _with_keys(state, pool, request, keys)
     state, position, slot = _place(state, cfg, pool, request)
     number, _ = cfg.hot_pool_of(pool)
-    rows = layout.host_rows(cfg, pages[None], position[None])
+    rows = layout.host_rows(cfg, pool, pages[None], position[None])
     count = jnp.max(jnp.where(slot >= 0, jnp.arange(slot.shape[0], dtype=jnp.int32) + 1, 0))
     fetches = Fetches(rows, slot[None], count[None])
     slots = retrieve_op(state.pools[pool].host, state.hot[number].slots, fetches)
@@ -111,7 +113,7 @@ def _place(
         The hierarchy whose tables say so, positions, and the slot of each; NO_SLOT in between.
     """
     state, position, slot = _place_hot(state, cfg, pool, request)
-    newest = layout.complete(cfg, state.length[request]) - 1
+    newest = layout.complete(cfg, pool, state.length[request]) - 1
     newest = newest - jnp.arange(cfg.tail, dtype=jnp.int32)
     newest = masked(newest, newest >= 0)
     tail = layout.tail_slot(cfg, pool, jnp.broadcast_to(request, newest.shape), newest)
@@ -125,9 +127,9 @@ def _place_hot(
     """The newest positions before the tail fill the request's hot slots, oldest first."""
     number, _ = cfg.hot_pool_of(pool)
     hot, mine = state.hot[number], state.pools[pool]
-    place = jnp.arange(cfg.max_pages * cfg.page_slots, dtype=jnp.int32)
+    place = jnp.arange(cfg.max_pages(pool) * cfg.page_slots, dtype=jnp.int32)
     page = mine.pages[request][place // cfg.page_slots]
-    end = layout.tail_start(cfg, state.length)[request]
+    end = layout.tail_start(cfg, pool, state.length)[request]
     count = jnp.minimum(end, state.budget[pool, request] * cfg.page_slots)
     used = place < count
     position = masked(end - count + place, used)
@@ -139,5 +141,5 @@ def _place_hot(
         # Position p was written one step before position p + 1: the newest counts as just used.
         mark=hot.mark.at[paged].set(state.step - (end - position), mode="drop"),
     )
-    slot_of = mine.slot_of.at[request, dropping(position, cfg.records)].set(slot, mode="drop")
+    slot_of = mine.slot_of.at[request, dropping(position, cfg.records(pool))].set(slot, mode="drop")
     return with_pool(with_hot(state, number, hot), pool, slot_of=slot_of), position, slot

@@ -18,22 +18,22 @@ def query_positions(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "
     return state.length[:, None] + jnp.arange(cfg.queries, dtype=jnp.int32)[None]
 
 
-def new_records(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R E"]:
-    """Records that a step can complete: `query_positions` without compression.
+def new_records(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Int[Array, "R E"]:
+    """Records of a pool that a step can complete: `query_positions` without compression.
 
     Of those behind the last complete one nothing is read, and what is written there is overwritten.
     """
-    first = layout.complete(cfg, state.length)[:, None]
-    return first + jnp.arange(cfg.fresh, dtype=jnp.int32)[None]
+    first = layout.complete(cfg, pool, state.length)[:, None]
+    return first + jnp.arange(cfg.fresh(pool), dtype=jnp.int32)[None]
 
 
 def append_keys(
     state: HierarchyState, cfg: HierarchyConfig, pool: int, keys: Float[Array, "R E index"]
 ) -> HierarchyState:
     """Write the index keys of the new records. Rows of inactive requests are not touched."""
-    position = jnp.where(state.active[:, None], new_records(state, cfg), NO_SLOT)
+    position = jnp.where(state.active[:, None], new_records(state, cfg, pool), NO_SLOT)
     row = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
-    place = row, dropping(position, cfg.records)
+    place = row, dropping(position, cfg.records(pool))
     new = jax.tree.map(
         lambda old, fresh: old.at[place].set(fresh, mode="drop"),
         state.pools[pool].index_keys,
@@ -69,9 +69,9 @@ def append_row(
         raise UserError(f"a row has {row.shape[-1]} numbers; the geometry says {width}")
     number, _ = cfg.hot_pool_of(pool)
     request = jnp.broadcast_to(
-        jnp.arange(cfg.requests, dtype=jnp.int32)[:, None], (cfg.requests, cfg.fresh)
+        jnp.arange(cfg.requests, dtype=jnp.int32)[:, None], (cfg.requests, cfg.fresh(pool))
     )
-    slot = layout.tail_slot(cfg, pool, request, new_records(state, cfg))
+    slot = layout.tail_slot(cfg, pool, request, new_records(state, cfg, pool))
     slot = jnp.where(state.active[:, None], slot, NO_SLOT)
     words = stored_rows(cfg.geometry.row, row)
     column = layer * cfg.geometry.row.words + jnp.arange(words.shape[-1], dtype=jnp.int32)

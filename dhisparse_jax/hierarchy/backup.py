@@ -5,6 +5,8 @@ device and to come back. Decode steps never read them there. They cost the link 
 GLM-5.3, 256 B beside the 2,688 B of a record.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -26,35 +28,42 @@ def backup(state: HierarchyState, cfg: HierarchyConfig, start: Int[Array, " R"])
         cfg: its sizes.
         start: lengths before the commit, at most T below the lengths after it.
     """
-    first, end = (layout.complete(cfg, length)[:, None] for length in (start, state.length))
-    position = first + jnp.arange(cfg.fresh, dtype=jnp.int32)[None]
+    by_rate: dict[int, list[int]] = {}
+    for pool in range(cfg.pools):
+        by_rate.setdefault(cfg.geometry.rate(pool), []).append(pool)
+    for pools in by_rate.values():  # one kernel for all pools that complete the same records
+        state = _backup(state, cfg, pools, start)
+    return state
+
+
+def _backup(
+    state: HierarchyState, cfg: HierarchyConfig, pools: Sequence[int], start: Int[Array, " R"]
+) -> HierarchyState:
+    """The same of pools with one rate."""
+    first, end = (
+        layout.complete(cfg, pools[0], length)[:, None] for length in (start, state.length)
+    )
+    position = first + jnp.arange(cfg.fresh(pools[0]), dtype=jnp.int32)[None]
     fresh = state.active[:, None] & (position < end)
     request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
     request = jnp.broadcast_to(request, position.shape)
-    rows = layout.host_rows(cfg, state.host_page_of, masked(position, fresh)).reshape(-1)
-    slots = [
-        layout.tail_slot(cfg, pool, request, position).reshape(-1) for pool in range(cfg.pools)
-    ]
-    keyed = range(cfg.pools if cfg.key_words else 0)
+    rows = layout.host_rows(cfg, pools[0], state.host_page_of, masked(position, fresh)).reshape(-1)
+    slots = [layout.tail_slot(cfg, pool, request, position).reshape(-1) for pool in pools]
+    keyed = pools if cfg.key_words else ()
     entry = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    place = request.reshape(-1), jnp.minimum(position, cfg.records - 1).reshape(-1)
+    place = request.reshape(-1), jnp.minimum(position, cfg.records(pools[0]) - 1).reshape(-1)
+    keys_of = lambda pool: jax.tree.map(lambda keys: keys[place], state.pools[pool].index_keys)
     written = backup_op(
-        [*(pool.host for pool in state.pools), *(state.pools[pool].host_keys for pool in keyed)],
+        [*(state.pools[p].host for p in pools), *(state.pools[p].host_keys for p in keyed)],
         [
-            *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in range(cfg.pools)),
-            *(
-                packed_keys(
-                    jax.tree.map(lambda keys: keys[place], state.pools[pool].index_keys),
-                    cfg.key_words,
-                )
-                for pool in keyed
-            ),
+            *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in pools),
+            *(packed_keys(keys_of(pool), cfg.key_words) for pool in keyed),
         ],
         rows,
         jnp.stack([*slots, *[entry] * len(keyed)]),
     )
-    for pool in range(cfg.pools):
-        state = with_pool(state, pool, host=written[pool])
-    for pool in keyed:
-        state = with_pool(state, pool, host_keys=written[cfg.pools + pool])
+    for pool, host in zip(pools, written, strict=False):
+        state = with_pool(state, pool, host=host)
+    for pool, keys in zip(keyed, written[len(pools) :], strict=True):
+        state = with_pool(state, pool, host_keys=keys)
     return state

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dhisparse_jax.geometry import SCALED_KEYS, Geometry, RowFormat
+from dhisparse_jax.geometry import PACKED_KEYS, SCALED_KEYS, Geometry, RowFormat
 from pallas_kernels.common.rows import pack
 from pallas_kernels.common.scaled_rows import ScaledRow, encode
-from pallas_kernels.index_scores.types import ScaledKeys, quantise
+from pallas_kernels.index_scores.types import ScaledKeys, packed_format, quantise
 
-StoredKeys = Float[Array, "*n index"] | ScaledKeys | tuple[()]
+StoredKeys = Float[Array, "*n index"] | ScaledKeys | Int[Array, "*n words"] | tuple[()]
 """Index keys as they are stored; nothing without index keys."""
 
 
@@ -29,6 +29,8 @@ def stored_keys(geometry: Geometry, keys: Float[Array, "*n index"]) -> StoredKey
     """Index keys in the format of a geometry."""
     if geometry.index_dtype == SCALED_KEYS:
         return quantise(keys, power_scales=geometry.index_power_scales)
+    if geometry.index_dtype == PACKED_KEYS:
+        return encode(keys, packed_format(geometry.index_width))
     return keys.astype(geometry.index_dtype)
 
 

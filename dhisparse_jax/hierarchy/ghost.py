@@ -35,8 +35,12 @@ def remember(
     pool: int,
     plan: PlanResult,
     before: Int[Array, " page_slots"],
+    *,
+    again: bool,
 ) -> HierarchyState:
     """Count the ghosts that this step's plan brings back, and add what it evicts.
+
+    A step that plans a pool several times has had its ghosts once, whatever came back how often.
 
     Args:
         state: the hierarchy after the plan.
@@ -44,6 +48,7 @@ def remember(
         pool: which pool.
         plan: the plan.
         before: the positions that the hot slots held before it.
+        again: whether it is not the first plan of the pool in this step.
     """
     benefit = state.benefit
     assert benefit.ghost is not None  # the policy is adaptive
@@ -56,11 +61,14 @@ def remember(
     hot = (slot >= 0) & (slot < before.shape[0])
     evicted = masked(before[jnp.where(hot, slot, 0)], hot)
     ids = jnp.concatenate([evicted, masked(ghost, ~back)], axis=1)
+    looked, refetched = (seen.sum(axis=1, dtype=jnp.int32) for seen in (known, back))
+    if again:
+        looked, refetched = benefit.looked[pool], benefit.refetched[pool] + refetched
     benefit = dataclasses.replace(
         benefit,
         ghost=with_row(benefit.ghost, pool, first_of(ids, cfg.ghosts)),
-        looked=with_row(benefit.looked, pool, known.sum(axis=1, dtype=jnp.int32)),
-        refetched=with_row(benefit.refetched, pool, back.sum(axis=1, dtype=jnp.int32)),
+        looked=with_row(benefit.looked, pool, looked),
+        refetched=with_row(benefit.refetched, pool, refetched),
     )
     return dataclasses.replace(state, benefit=benefit)
 

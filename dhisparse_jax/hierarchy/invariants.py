@@ -63,9 +63,9 @@ def _holders(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
     return np.stack([request, position, host.pools[pool].slot_of[request, position]])
 
 
-def _complete(host: Host, cfg: HierarchyConfig) -> np.ndarray:
-    """How many records of each request are complete."""
-    return host.length // cfg.geometry.rate
+def _complete(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
+    """How many records of each request are complete in one pool."""
+    return host.length // cfg.geometry.rate(pool)
 
 
 def _as_on_the_host(
@@ -77,16 +77,17 @@ def _as_on_the_host(
     slot: np.ndarray,
 ) -> bool:
     """Whether slots equal the host records of positions, where those have any."""
-    row, records = _host_rows(host, cfg)[request, position], host.pools[pool].host
+    row, records = _host_rows(host, cfg, pool)[request, position], host.pools[pool].host
     found = row < len(records)  # else `host_pages_held` is false
     slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
     return np.array_equal(slots[slot[found]], records[row[found]])
 
 
-def _host_rows(host: Host, cfg: HierarchyConfig) -> np.ndarray:
-    """Host row of every record of every request."""
-    every = np.broadcast_to(np.arange(cfg.records, dtype=np.int32), (cfg.requests, cfg.records))
-    return np.asarray(layout.host_rows(cfg, jnp.asarray(host.host_page_of), jnp.asarray(every)))
+def _host_rows(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
+    """Host row of every record of every request in one pool."""
+    count = cfg.records(pool)
+    every = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (cfg.requests, count))
+    return np.asarray(layout.host_rows(cfg, pool, jnp.asarray(host.host_page_of), every))
 
 
 def _pages_partitioned(host: Host, cfg: HierarchyConfig) -> bool:
@@ -104,15 +105,16 @@ def _pages_partitioned(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _budget_is_held(host: Host, cfg: HierarchyConfig) -> bool:
-    column = np.arange(cfg.max_pages)
+    column = lambda pool: np.arange(cfg.max_pages(pool))
     return all(
-        np.array_equal(host.pools[pool].pages >= 0, column < host.budget[pool][:, None])
+        np.array_equal(host.pools[pool].pages >= 0, column(pool) < host.budget[pool][:, None])
         for pool in range(cfg.pools)
     )
 
 
 def _floor_kept(host: Host, cfg: HierarchyConfig) -> bool:
-    kept = host.budget >= np.where(host.active, cfg.floor_pages, 0)
+    floors = np.array([cfg.floor_pages(pool) for pool in range(cfg.pools)])
+    kept = host.budget >= np.where(host.active, floors[:, None], 0)
     return bool(kept.all() and (host.budget[:, ~host.active] == 0).all())
 
 
@@ -141,7 +143,7 @@ def _slots_owned(host: Host, cfg: HierarchyConfig) -> bool:
 def _hot_is_committed(host: Host, cfg: HierarchyConfig) -> bool:
     for pool in range(cfg.pools):
         request, position, _ = _holders(host, cfg, pool)
-        if (position >= _complete(host, cfg)[request]).any():
+        if (position >= _complete(host, cfg, pool)[request]).any():
             return False
     return True
 
@@ -154,10 +156,10 @@ def _hot_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
     for request in np.flatnonzero(host.active).tolist():
-        count = int(_complete(host, cfg)[request])
-        # Between steps the rows beyond the length are not written yet, or were rejected.
-        position = np.arange(max(0, count - cfg.tail + cfg.fresh), count)
         for pool in range(cfg.pools):
+            count = int(_complete(host, cfg, pool)[request])
+            # Between steps the rows beyond the length are not written yet, or were rejected.
+            position = np.arange(max(0, count - cfg.tail + cfg.fresh(pool)), count)
             slot = np.asarray(
                 layout.tail_slot(cfg, pool, jnp.full_like(position, request), jnp.asarray(position))
             )
@@ -167,20 +169,24 @@ def _tail_equals_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
-    rows = _host_rows(host, cfg)
-    committed = np.arange(cfg.records) < _complete(host, cfg)[:, None]
-    committed &= rows < cfg.host_rows  # else `host_pages_held` is false
-    keys_of = lambda pool: jax.tree.map(lambda keys: keys[committed], pool.index_keys)
-    return all(
-        np.array_equal(
-            pool.host_keys[rows[committed]],
-            np.asarray(
-                packed_keys(jax.tree.map(jnp.asarray, keys_of(pool)), pool.host_keys.shape[1])
-            ),
-        )
-        for pool in host.pools
-        if pool.host_keys is not None
-    )
+    return all(_pool_keys_equal_host(host, cfg, pool) for pool in range(cfg.pools))
+
+
+def _pool_keys_equal_host(host: Host, cfg: HierarchyConfig, pool: int) -> bool:
+    mine, rows = host.pools[pool], _host_rows(host, cfg, pool)
+    if mine.host_keys is None:
+        return True
+    committed = np.arange(cfg.records(pool)) < _complete(host, cfg, pool)[:, None]
+    committed &= rows < cfg.host_rows(pool)  # else `host_pages_held` is false
+    packed = _packed(mine.index_keys, mine.host_keys.shape[1])
+    return np.array_equal(mine.host_keys[rows[committed]], packed[committed])
+
+
+def _packed(keys: Host, width: int) -> np.ndarray:
+    """Index keys as `host_keys` has them, [R, E, width]: all, so that one program packs them."""
+    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf.reshape(-1, *leaf.shape[2:])), keys)
+    every = jax.tree.leaves(keys)[0].shape[:2]
+    return np.asarray(packed_keys(flat, width)).reshape(*every, width)
 
 
 def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:
@@ -219,7 +225,7 @@ def _ghosts_gone(host: Host, cfg: HierarchyConfig) -> bool:
         known = ghosts[: (ghosts >= 0).sum()]
         if (known < 0).any() or len(np.unique(known)) < len(known):
             return False
-        if (known >= _complete(host, cfg)[request]).any():
+        if (known >= _complete(host, cfg, pool)[request]).any():
             return False
         if (host.pools[pool].slot_of[request, known] >= 0).any():
             return False

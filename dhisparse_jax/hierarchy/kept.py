@@ -69,7 +69,7 @@ def attend_kept(
     Args:
         leaf: rows of every request, as words.
         kept: what they are.
-        geometry: whose row format they have.
+        geometry: whose row format they have, unless they have one of their own.
         index: int32 position or number of each row; NO_SLOT masks.
         query: absorbed queries.
         sinks: logit of each head's sink, if it has one.
@@ -86,7 +86,7 @@ def attend_kept(
         leaf.reshape(requests * count, words),
         location,
         sinks,
-        **layout.row_options(geometry, 0),
+        **layout.row_options(geometry, 0, kept.row),
     )
 
 

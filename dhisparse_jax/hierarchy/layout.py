@@ -19,13 +19,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.geometry import Geometry
+from dhisparse_jax.geometry import Geometry, RowFormat
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, in_range, masked
 
 
-def row_options(geometry: Geometry, layer: int) -> dict[str, Any]:
-    """What attention must know of the rows of a layer (`pallas_kernels.sparse_attention.api`)."""
-    row = geometry.row
+def row_options(geometry: Geometry, layer: int, row: RowFormat | None = None) -> dict[str, Any]:
+    """What attention must know of the rows of a layer (`pallas_kernels.sparse_attention.api`).
+
+    Args:
+        geometry: of the model.
+        layer: place of the layer in a record.
+        row: format of its rows, if it is not that of the geometry.
+    """
+    row = row or geometry.row
     return {
         "offset": layer * row.words,
         "row_format": jnp.dtype(row.dtype) if isinstance(row.dtype, str) else row.dtype,
@@ -36,7 +42,7 @@ def row_options(geometry: Geometry, layer: int) -> dict[str, Any]:
 
 def pages(cfg: HierarchyConfig, hot: int) -> int:
     """Number of pages of hot pool `hot`."""
-    return len(cfg.hot_pools[hot]) * cfg.requests * cfg.share_pages
+    return sum(cfg.requests * cfg.share_pages(pool) for pool in cfg.hot_pools[hot])
 
 
 def page_region(cfg: HierarchyConfig, hot: int) -> int:
@@ -51,20 +57,20 @@ def tail_region(cfg: HierarchyConfig, hot: int) -> int:
 
 def slots(cfg: HierarchyConfig, hot: int) -> int:
     """Number of slots of hot pool `hot`, all regions."""
-    return page_region(cfg, hot) + tail_region(cfg, hot) + cfg.requests * cfg.staging
+    return page_region(cfg, hot) + tail_region(cfg, hot) + cfg.requests * cfg.staging(hot)
 
 
-def complete(cfg: HierarchyConfig, length: Int[Array, "*n"]) -> Int[Array, "*n"]:
-    """Number of records that so many positions complete: `length` itself without compression."""
-    return length // cfg.geometry.rate
+def complete(cfg: HierarchyConfig, pool: int, length: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Records of a pool that so many positions complete: `length` itself without compression."""
+    return length // cfg.geometry.rate(pool)
 
 
-def tail_start(cfg: HierarchyConfig, length: Int[Array, " R"]) -> Int[Array, " R"]:
+def tail_start(cfg: HierarchyConfig, pool: int, length: Int[Array, " R"]) -> Int[Array, " R"]:
     """First record that the tail holds while those of T positions beyond `length` are written.
 
     A ring of 8 with T = 2 at length 20 holds positions 14..21: 20 and 21 overwrite 12 and 13.
     """
-    return jnp.maximum(complete(cfg, length) + cfg.fresh - cfg.tail, 0)
+    return jnp.maximum(complete(cfg, pool, length) + cfg.fresh(pool) - cfg.tail, 0)
 
 
 def tail_slot(
@@ -80,25 +86,27 @@ def staging_slots(cfg: HierarchyConfig, pool: int) -> Int[Array, "R G"]:
     """Staging slots of each request; every pool of the same hot pool uses the same ones in turn."""
     hot, _ = cfg.hot_pool_of(pool)
     first = page_region(cfg, hot) + tail_region(cfg, hot)
-    count = cfg.requests * cfg.staging
+    size = cfg.staging(hot)
+    count = cfg.requests * size
     every = first + jnp.arange(count, dtype=jnp.int32)
-    return every.reshape(cfg.requests, cfg.staging)
+    return every.reshape(cfg.requests, size)
 
 
 def host_rows(
-    cfg: HierarchyConfig, pages: Int[Array, "R N"], position: Int[Array, "R n"]
+    cfg: HierarchyConfig, pool: int, pages: Int[Array, "R N"], position: Int[Array, "R n"]
 ) -> Int[Array, "R n"]:
-    """Host row of positions of each request, the same in every pool.
+    """Host row of records of each request, the same in every pool with the same rate.
 
     A request with pages 7 and 2 of 16 records has record 20 in row 2 * 16 + 4. A position
     without a page gets a row that no pool has, which is read as POISON and written nowhere.
 
     Args:
         cfg: sizes of the hierarchy.
+        pool: which pool.
         pages: int32 host pages of each request, NO_SLOT after the last.
         position: int32 positions; NO_SLOT stays NO_SLOT.
     """
-    size = cfg.page_records
+    size = cfg.page_records(pool)
     held = in_range(position, pages.shape[1] * size)
     page = jnp.take_along_axis(pages, jnp.where(held, position // size, 0), axis=1)
     row = page * size + position % size

@@ -84,10 +84,10 @@ def _release(
     target: Int[Array, "pools R"],
 ) -> HierarchyState:
     """Free every page beyond the target and forget what its slots held."""
-    column = jnp.arange(cfg.max_pages, dtype=jnp.int32)[None]
     freed = jnp.zeros(state.hot[number].owner.shape, jnp.bool_)
     for pool in members:
         pages = state.pools[pool].pages
+        column = jnp.arange(cfg.max_pages(pool), dtype=jnp.int32)[None]
         over = (column >= target[pool][:, None]) & (pages >= 0)
         freed = freed.at[dropping(masked(pages, over), freed.shape[0])].set(True, mode="drop")
         state = with_pool(state, pool, pages=masked(pages, ~over))
@@ -123,9 +123,9 @@ def _grant(
     held = jnp.minimum(state.budget, target)[jnp.array(members)]
     grants = target[jnp.array(members)] - held
     first = (jnp.cumsum(grants) - grants.reshape(-1)).reshape(grants.shape)
-    column = jnp.arange(cfg.max_pages, dtype=jnp.int32)[None]
     request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
     for member, pool in enumerate(members):
+        column = jnp.arange(cfg.max_pages(pool), dtype=jnp.int32)[None]
         turn = column - held[member][:, None]
         new = (turn >= 0) & (turn < grants[member][:, None])
         pick = jnp.clip(first[member][:, None] + turn, 0, free.shape[0] - 1)

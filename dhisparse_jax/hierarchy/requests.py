@@ -95,7 +95,7 @@ def recall(
         count: int32 positions whose records to read; the time goes with it.
         room: receives record p in row p; the other rows are unchanged.
     """
-    return retrieve_op(state.pools[pool].host, room, _first(cfg, host_pages, count))
+    return retrieve_op(state.pools[pool].host, room, _first(cfg, pool, host_pages, count))
 
 
 def recall_keys(
@@ -112,16 +112,18 @@ def recall_keys(
     keys = state.pools[pool].host_keys
     if keys is None:
         return ()
-    room = jnp.zeros((cfg.records, keys.shape[1]), jnp.int32)
-    fetches = _first(cfg, host_pages, count)
+    room = jnp.zeros((cfg.records(pool), keys.shape[1]), jnp.int32)
+    fetches = _first(cfg, pool, host_pages, count)
     return unpacked_keys(cfg, retrieve_op(keys, room, fetches))
 
 
-def _first(cfg: HierarchyConfig, host_pages: Int[Array, " N"], count: Int[Array, ""]) -> Fetches:
+def _first(
+    cfg: HierarchyConfig, pool: int, host_pages: Int[Array, " N"], count: Int[Array, ""]
+) -> Fetches:
     """The records of the first `count` positions, each into the row of its number."""
-    position = jnp.arange(cfg.records, dtype=jnp.int32)[None]
-    rows = layout.host_rows(cfg, host_pages[None], position)
-    return Fetches(rows, position, layout.complete(cfg, count)[None])
+    position = jnp.arange(cfg.records(pool), dtype=jnp.int32)[None]
+    rows = layout.host_rows(cfg, pool, host_pages[None], position)
+    return Fetches(rows, position, layout.complete(cfg, pool, count)[None])
 
 
 def leave(state: HierarchyState, cfg: HierarchyConfig, request: Int[Array, ""]) -> HierarchyState:

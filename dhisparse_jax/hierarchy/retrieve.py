@@ -77,5 +77,5 @@ def _lists(
     request = jnp.broadcast_to(request, retiring.shape)
     tail = layout.tail_slot(cfg, pool, request, jnp.maximum(retiring, 0))
     moves = Moves(masked(tail, retiring >= 0).reshape(-1), plan.retire_slot.reshape(-1))
-    rows = layout.host_rows(cfg, state.host_page_of, plan.fetch_position)
+    rows = layout.host_rows(cfg, pool, state.host_page_of, plan.fetch_position)
     return Fetches(rows, plan.fetch_slot, plan.counts.fetched), moves

@@ -1,8 +1,8 @@
 """The state of a hierarchy: one pytree, the same tree and shapes for every load.
 
-Dimensions: R request rows, C records per request, W words of a record, Pmax pages per request,
-P pages and S slots of a hot pool, N host pages per request, H rows of a host pool. `NO_SLOT` (-1)
-marks what is empty in every index table.
+Dimensions: R request rows, C records per request (of a pool), W words of a record, Pmax pages per
+request, P pages and S slots of a hot pool, N host pages per request, H rows of a host pool.
+`NO_SLOT` (-1) marks what is empty in every index table.
 """
 
 import math
@@ -114,9 +114,9 @@ class HierarchyState:
         miss_rate: fetched records per step, a moving average.
         benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
-        selection: positions that this step's queries select, NO_SLOT fills up. None unless
-            selections are recorded.
-        step: steps so far, plus one.
+        selection: positions that this step's queries select, NO_SLOT fills up, the last ones where
+            a pool is selected from several times. None unless selections are recorded.
+        step: steps so far, plus one; a step counts once more for every further selection.
     """
 
     pools: tuple[PoolState, ...]
@@ -141,16 +141,16 @@ def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
 
 def abstract(cfg: HierarchyConfig) -> HierarchyState:
     """Shapes and dtypes of the state: the single source of its sizes."""
-    r, c, i32 = cfg.requests, cfg.records, jnp.int32
+    r, i32 = cfg.requests, jnp.int32
     shape = _leaf
     per_pool, average = shape((cfg.pools, r), i32), shape((cfg.pools, r), jnp.float32)
     pools = tuple(
         PoolState(
-            host=shape((cfg.host_rows, cfg.record_words(pool)), i32),
-            host_keys=_unless_empty((cfg.host_rows, cfg.key_words)),
-            slot_of=shape((r, c), i32),
-            pages=shape((r, cfg.max_pages), i32),
-            index_keys=key_shapes(cfg.geometry, r, c),
+            host=shape((cfg.host_rows(pool), cfg.record_words(pool)), i32),
+            host_keys=_unless_empty((cfg.host_rows(pool), cfg.key_words)),
+            slot_of=shape((r, cfg.records(pool)), i32),
+            pages=shape((r, cfg.max_pages(pool)), i32),
+            index_keys=key_shapes(cfg.geometry, r, cfg.records(pool)),
             kept=tuple(
                 shape((r, kept.rows(cfg.capacity, cfg.queries), kept.width), kept.dtype)
                 for kept in cfg.geometry.kept_of(pool)

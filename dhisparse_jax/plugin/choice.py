@@ -24,6 +24,8 @@ def check_index(cfg: HierarchyConfig, index: IndexInputs) -> None:
     geometry = cfg.geometry
     if not geometry.index_width:
         raise UserError("index_width is 0: select by positions, or give the geometry index keys")
+    if index.keys is None:
+        raise UserError("a group selects with the index keys of its new tokens")
     heads = index.queries.shape[2] if index.queries.ndim == 4 else 1
     new = cfg.requests, cfg.queries
     for name, found, wanted in (

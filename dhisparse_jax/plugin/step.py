@@ -82,10 +82,11 @@ def begin_step(state: HierarchyState, cfg: HierarchyConfig) -> OpenStep:
         cfg: its sizes; static.
 
     Raises:
-        UserError: the geometry is that of a model whose layers keep more than records.
+        UserError: the geometry is that of a compressed history.
     """
-    if cfg.geometry.kept:
-        raise UserError("Geometry.kept is for models that are served; here a model keeps its own")
+    geometry = cfg.geometry
+    if geometry.kept or geometry.rates or geometry.candidates:
+        raise UserError("rates, kept and candidates of a Geometry are for models that are served")
     positions = query_positions(state, cfg)
     checkify.debug_check(
         state.active.any(), "a step without a request: admit one before the first step"

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, V4Config
+from dhisparse_jax.configs.deepseek_v4 import SELECTED, V4Config
+from dhisparse_jax.configs.deepseek_v41 import SinceV4
 from dhisparse_jax.models.deepseek_v4.compressor import Compressor
 from dhisparse_jax.models.deepseek_v4.indexer import Indexer
-from dhisparse_jax.models.deepseek_v4.rotary import rotary_of
+from dhisparse_jax.models.deepseek_v4.rotary import Rotary, rotary_of
 from dhisparse_jax.models.glm.linear import linear, residual_init, weight_init
 from dhisparse_jax.models.glm.norms import RmsNorm, normalised
 
@@ -32,17 +33,20 @@ class Projected(NamedTuple):
     q_lora: Float[Array, "*batch q_lora"]
 
 
-class V4Attention(nnx.Module):
-    """Weights of one layer.
+class WindowAttention(nnx.Module):
+    """What attention of every layer has: its window, and the projections before and after it.
 
     Attributes:
         sinks: logit of each head that takes weight from the rows.
         out_a: from the heads of each group to its latent.
-        compressor: makes the layer's entries; None in a "window" layer.
-        indexer: chooses among them; None where all are attended to.
     """
 
-    def __init__(self, config: V4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    normalises_heads = False
+    """Whether the query of every head is divided by its root mean square."""
+
+    def __init__(
+        self, config: SinceV4, *, rotary: Rotary, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
         param_dtype = jnp.dtype(config.param_dtype)
         heads, head, width = config.num_heads, config.head_dim, config.hidden_size
         groups, latent = config.output_groups, config.output_lora_rank
@@ -58,14 +62,6 @@ class V4Attention(nnx.Module):
         self.out_a = nnx.Param(init(rngs.params(), (groups, latent, per_group), param_dtype))
         down_init = residual_init(groups * latent, config.num_layers)
         self.out_b = linear(groups * latent, width, kernel_init=down_init, **linear_args)
-        rotary, rate = rotary_of(config, layer), config.rate(layer)
-        kind = config.layer_kinds[layer]
-        make = {"rotary": rotary, "dtype": dtype, "rngs": rngs}
-        self.compressor = (
-            Compressor(config, head, rate, overlap=kind == SELECTED, **make) if rate else None
-        )
-        self.indexer = Indexer(config, **make) if kind == SELECTED else None
-        self.attends_all = kind == ALL
         self.rotary, self.heads, self.groups = rotary, heads, groups
         self.epsilon, self.dtype = config.norm_eps, dtype
 
@@ -75,7 +71,8 @@ class V4Attention(nnx.Module):
         """Queries and row of normalised inputs `x`."""
         q_lora = self.q_norm(self.q_a(x))
         query = self.q_b(q_lora).reshape(*x.shape[:-1], self.heads, -1)
-        query = normalised(query.astype(jnp.float32), self.epsilon).astype(self.dtype)
+        if self.normalises_heads:
+            query = normalised(query.astype(jnp.float32), self.epsilon).astype(self.dtype)
         query = self.rotary.rotate_last(query, positions[..., None])
         row = self.rotary.rotate_last(self.kv_norm(self.kv(x)), positions)
         return Projected(query, row, q_lora)
@@ -88,3 +85,25 @@ class V4Attention(nnx.Module):
         grouped = turned.reshape(*turned.shape[:-2], self.groups, -1)
         latent = jnp.einsum("...gi,goi->...go", grouped, self.out_a[...].astype(self.dtype))
         return self.out_b(latent.reshape(*latent.shape[:-2], -1))
+
+
+class V4Attention(WindowAttention):
+    """Weights of one layer.
+
+    Attributes:
+        compressor: makes the layer's entries; None in a "window" layer.
+        indexer: chooses among them; None where all are attended to.
+    """
+
+    normalises_heads = True
+
+    def __init__(self, config: V4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        rate, kind = config.rate(layer), config.layer_kinds[layer]
+        make = {"rotary": rotary_of(config, entries=bool(rate)), "dtype": dtype, "rngs": rngs}
+        super().__init__(config, **make)
+        self.compressor = (
+            Compressor(config, config.head_dim, rate, overlap=kind == SELECTED, **make)
+            if rate
+            else None
+        )
+        self.indexer = Indexer(config, **make) if kind == SELECTED else None

@@ -86,11 +86,20 @@ class Compressor(nnx.Module):
         values, gates = jnp.split(raw, 2, axis=-1)
         if self.overlap:  # the first half of a token's channels is for the next stretch
             values, gates = (self._own_halves(part) for part in (values, gates))
-        weights = jax.nn.softmax(jnp.where(there[..., None], gates, -jnp.inf), axis=-2)
-        # What does not exist may be any bytes, NaN among them.
-        summed = jnp.sum(weights * jnp.where(there[..., None], values, 0.0), axis=-2)
+        summed = gated_sum(values, gates, there)
         return self.rotary.rotate_last(self.norm(summed), entry * self.rate)
 
     def _own_halves(self, part: Float[Array, "*n span twice"]) -> Float[Array, "*n span width"]:
         before, own = part[..., : self.rate, : self.width], part[..., self.rate :, self.width :]
         return jnp.concatenate((before, own), axis=-2)
+
+
+def gated_sum(
+    values: Float[Array, "*n span width"],
+    gates: Float[Array, "*n span width"],
+    there: Bool[Array, "*n span"],
+) -> Float[Array, "*n width"]:
+    """Sums over positions, weighted by a softmax of the gates over them, channel by channel."""
+    weights = jax.nn.softmax(jnp.where(there[..., None], gates, -jnp.inf), axis=-2)
+    # What does not exist may be any bytes, NaN among them.
+    return jnp.sum(weights * jnp.where(there[..., None], values, 0.0), axis=-2)

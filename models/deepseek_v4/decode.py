@@ -7,16 +7,15 @@ of every layer, the entries of "all" layers, and what compressors need of unfini
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v4 import V4Config, V4Sizes
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import FP8, Geometry, RowFormat
-from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
@@ -28,33 +27,16 @@ from dhisparse_jax.models.deepseek_v4.model import V4Model
 from dhisparse_jax.models.deepseek_v4.store import (
     FAR,
     INDEX_RAW,
-    NEAR,
     RAW,
     Key,
     Store,
     kept_by,
-    newest,
     open_store,
 )
+from dhisparse_jax.models.deepseek_v4.window import Place, attend_window, merged, new_entries
 from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype, with_formats
 from pallas_kernels.common.ids import masked
 from pallas_kernels.common.scaled_rows import V4_ENTRY, ScaledRow
-
-
-class _Place(NamedTuple):
-    """Where a layer stands, and how it reaches records.
-
-    Attributes:
-        layer: its number.
-        positions: int32 position of every token.
-        open_group: see `model.OpenFn`.
-        attend: see `model.AttendFn`.
-    """
-
-    layer: int
-    positions: Int[Array, "R T"]
-    open_group: OpenFn[Any]
-    attend: AttendFn[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +96,12 @@ class V4Served:
             raise UserError("a draft cannot read layers of DeepSeek-V4, which have several streams")
         assert beside is not None  # the geometry says that something is kept
         layers = nnx.merge(self.graph, params).layers
-        store = open_store(self.config, self.geometry, pool, beside)
+        geometry, group = self.geometry, self.config.groups[pool]
+        store = open_store(geometry, kept_by(self.config, geometry.row, group), beside)
         streams = self._streams(x)
         opened: Any = None
-        for number in self.config.groups[pool]:
-            block, place = layers[number], _Place(number, positions, open_group, attend)
+        for number in group:
+            block, place = layers[number], Place(number, positions, open_group, attend)
             mixing = block.attention_hyper.mixing(streams)
             inner = block.attention_norm(collapsed(streams, mixing.pre))
             update, store, opened = _attention(block.attention, inner, place, store, opened)
@@ -134,7 +117,7 @@ class V4Served:
 
 def geometry_of(config: V4Config, dtype: str) -> Geometry:
     """What a model needs of a hierarchy whose computation has a dtype."""
-    row, form = _row(config, dtype), config.index_format
+    row, form = row_format(config, dtype), config.index_format
     return Geometry(
         row=row,
         layers_per_pool=(1,) * len(config.groups),
@@ -143,12 +126,12 @@ def geometry_of(config: V4Config, dtype: str) -> Geometry:
         index_dtype=key_dtype(form, dtype),
         index_power_scales=form == FP8,
         scale=config.attention_scale,
-        rate=config.selected_rate,
+        rates=(config.selected_rate,) * len(config.groups),
         kept=tuple(tuple(kept_by(config, row, group).values()) for group in config.groups),
     )
 
 
-def _row(config: V4Config, dtype: str) -> RowFormat:
+def row_format(config: V4Sizes, dtype: str) -> RowFormat:
     """Rows and entries. FP8 as published: a power of two as scale for each 64 unrotated numbers."""
     width, rest = config.head_dim, config.rope_dim
     if config.kv_format != FP8:
@@ -160,23 +143,16 @@ def _row(config: V4Config, dtype: str) -> RowFormat:
 def _attention(
     attention: V4Attention,
     x: Float[Array, "R T width"],
-    place: _Place,
+    place: Place,
     store: Store,
     opened: Any,  # noqa: ANN401  # the library's, handed on
 ) -> tuple[Float[Array, "R T width"], Store, Any]:
     """The residual update of one layer, and what its group keeps and has opened now."""
-    near, positions = Key(place.layer, NEAR), place.positions
-    projected = attention.project(x, positions)
-    store = store.put(near, positions, stored_rows(store.geometry.row, projected.row))
-    span = store.kept[near].span
-    assert span is not None  # a window
-    window = newest(positions, span)
-    found = store.attend(near, window, projected.query, attention.sinks[...])
+    projected = attention.project(x, place.positions)
+    found, store = attend_window(attention, projected, place, store)
     if attention.compressor is not None:
         rate = attention.compressor.rate
-        entry = positions[:, :1] // rate + jnp.arange(
-            -(-positions.shape[1] // rate), dtype=jnp.int32
-        ).reshape(1, -1)
+        entry = new_entries(place.positions, rate)
         entries, store = _compress(attention.compressor, RAW, x, entry, place, store)
         if attention.indexer is None:
             far, store = _attend_all(entries, entry, projected, place, store, rate)
@@ -185,7 +161,7 @@ def _attention(
             index = in_basis(index, store.geometry)
             far, opened = place.attend(place.open_group(index), 0, entries, projected.query)
         found = merged(found, far)
-    return attention.output(found.values, positions), store, opened
+    return attention.output(found.values, place.positions), store, opened
 
 
 def _compress(
@@ -193,7 +169,7 @@ def _compress(
     what: str,
     x: Float[Array, "R T width"],
     entry: Int[Array, "R E"],
-    place: _Place,
+    place: Place,
     store: Store,
 ) -> tuple[Float[Array, "R E entry"], Store]:
     """Entries that the new tokens can complete; those that they do not complete mean nothing."""
@@ -207,13 +183,13 @@ def _attend_all(
     entries: Float[Array, "R E width"],
     entry: Int[Array, "R E"],
     projected: Projected,
-    place: _Place,
+    place: Place,
     store: Store,
     rate: int,
 ) -> tuple[Attended, Store]:
     """Attention over all entries that are complete at each query's position."""
     key = Key(place.layer, FAR)
-    store = store.put(key, entry, stored_rows(store.geometry.row, entries))
+    store = store.put_rows(key, entry, entries)
     every = jnp.arange(store.count(key), dtype=jnp.int32).reshape(1, 1, -1)
     seen = every < (place.positions[..., None] + 1) // rate
     index = masked(jnp.broadcast_to(every, seen.shape), seen)
@@ -225,21 +201,12 @@ def _index(
     x: Float[Array, "R T width"],
     entry: Int[Array, "R E"],
     projected: Projected,
-    place: _Place,
+    place: Place,
     store: Store,
 ) -> tuple[IndexInputs, Store]:
     keys, store = _compress(indexer.compressor, INDEX_RAW, x, entry, place, store)
     queries = indexer.queries(projected.q_lora, place.positions)
     return IndexInputs(queries=queries, weights=indexer.weights(x), keys=keys), store
-
-
-def merged(near: Attended, far: Attended) -> Attended:
-    """Attention over two sets of rows at once, from that over each; one of them is not empty."""
-    lse = jnp.logaddexp(near.lse, far.lse)
-    parts = [
-        part.values.astype(jnp.float32) * jnp.exp(part.lse - lse)[..., None] for part in (near, far)
-    ]
-    return Attended((parts[0] + parts[1]).astype(near.values.dtype), lse)
 
 
 def serve(

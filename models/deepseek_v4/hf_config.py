@@ -19,8 +19,8 @@ from dhisparse_jax.models.hf_config import (
     yarn,
 )
 
-# Our name: the published name.
-_SIZES = {
+# Our name: the published name; of all models since DeepSeek-V4.
+SIZES = {
     "vocab_size": "vocab_size",
     "context": "max_position_embeddings",
     "hidden_size": "hidden_size",
@@ -40,8 +40,8 @@ _SIZES = {
     "sinkhorn_steps": "hc_sinkhorn_iters",
 }
 
-# Settings that change the arithmetic, with the only value that the model implements.
-_FIXED = {
+# Settings that change the arithmetic, with the only value that is implemented.
+FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
@@ -66,10 +66,10 @@ _READ = {
 
 # Entries without an effect here, or that only repeat others; the drafter in the checkpoint has its
 # own, with names that begin as these do.
-_WITHOUT_EFFECT = WITHOUT_EFFECT | {
+REPEATED = WITHOUT_EFFECT | {
     "expert_dtype", "intermediate_size", "router_jitter_noise", "scale_fmt",
 }  # fmt: skip
-_DRAFTER = "dspark_"
+DRAFTER = "dspark_"
 
 _KINDS = {
     "sliding_attention": WINDOW,
@@ -86,10 +86,10 @@ def parse_v4_config(raw: Mapping[str, Any]) -> V4Config:
         UserError: A missing or wrongly typed entry, or a setting that changes the arithmetic, or
             may do so, and is not implemented.
     """
-    refuse_other(raw, _FIXED)
-    known = _READ | _WITHOUT_EFFECT | _FIXED.keys() | set(_SIZES.values())
-    refuse_unknown(raw, known | {name for name in raw if name.startswith(_DRAFTER)})
-    sizes, layers = read_sizes(raw, _SIZES), integer(raw, "num_hidden_layers")
+    refuse_other(raw, FIXED)
+    known = _READ | REPEATED | FIXED.keys() | set(SIZES.values())
+    refuse_unknown(raw, known | {name for name in raw if name.startswith(DRAFTER)})
+    sizes, layers = read_sizes(raw, SIZES), integer(raw, "num_hidden_layers")
     selected_rate, all_rate = _rates(raw)
     main, compress = _ropes(raw)
     return config_of(

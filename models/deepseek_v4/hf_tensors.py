@@ -4,22 +4,27 @@ Knows nothing about files. A tensor has DeepSeek's own name here; published matr
 `[out, in]`, ours `[in, out]`, except for experts that stay quantised.
 """
 
-from dhisparse_jax.configs.deepseek_v4 import SELECTED, V4Config
+from collections.abc import Mapping
+
+from dhisparse_jax.configs.deepseek_v4 import SELECTED, V4Config, V4Sizes
+from dhisparse_jax.configs.deepseek_v41 import SinceV4
 from dhisparse_jax.models.params import Flat
 from dhisparse_jax.models.pieces import stacked_experts, stored_experts, whole_tensor
 from dhisparse_jax.models.stream import Piece, Pieces
 from dhisparse_jax.models.tensor_files import Shape
 
-# Our name: the published one.
-_TOP = {
+# Our name: the published one; first those that all models since DeepSeek-V4 have.
+TOP = {
     "embedding": "embed.weight",
     "norm.weight": "norm.weight",
     "head.kernel": "head.weight",
+}
+_TOP = TOP | {
     "hyper_head.fn": "hc_head_fn",
     "hyper_head.base": "hc_head_base",
     "hyper_head.scale": "hc_head_scale",
 }
-_IN_LAYER = {
+IN_LAYER = {
     "attention_norm.weight": "attn_norm.weight",
     "mlp_norm.weight": "ffn_norm.weight",
     "attention_hyper.fn": "hc_attn_fn",
@@ -35,26 +40,28 @@ _IN_LAYER = {
     "attention.kv_norm.weight": "attn.kv_norm.weight",
     "attention.sinks": "attn.attn_sink",
     "attention.out_b.kernel": "attn.wo_b.weight",
-    "attention.compressor.wkv": "attn.compressor.wkv.weight",
-    "attention.compressor.wgate": "attn.compressor.wgate.weight",
-    "attention.compressor.ape": "attn.compressor.ape",
-    "attention.compressor.norm.weight": "attn.compressor.norm.weight",
     "attention.indexer.wq.kernel": "attn.indexer.wq_b.weight",
     "attention.indexer.head_weights": "attn.indexer.weights_proj.weight",
-    "attention.indexer.compressor.wkv": "attn.indexer.compressor.wkv.weight",
-    "attention.indexer.compressor.wgate": "attn.indexer.compressor.wgate.weight",
-    "attention.indexer.compressor.ape": "attn.indexer.compressor.ape",
-    "attention.indexer.compressor.norm.weight": "attn.indexer.compressor.norm.weight",
     "mlp.router.kernel": "ffn.gate.weight",
     "mlp.router.bias": "ffn.gate.bias",
-    "mlp.router.by_token": "ffn.gate.tid2eid",
     "mlp.shared.gate.kernel": "ffn.shared_experts.w1.weight",
     "mlp.shared.up.kernel": "ffn.shared_experts.w3.weight",
     "mlp.shared.down.kernel": "ffn.shared_experts.w2.weight",
 }
+_IN_LAYER = IN_LAYER | {
+    "attention.compressor.wkv": "attn.compressor.wkv.weight",
+    "attention.compressor.wgate": "attn.compressor.wgate.weight",
+    "attention.compressor.ape": "attn.compressor.ape",
+    "attention.compressor.norm.weight": "attn.compressor.norm.weight",
+    "attention.indexer.compressor.wkv": "attn.indexer.compressor.wkv.weight",
+    "attention.indexer.compressor.wgate": "attn.indexer.compressor.wgate.weight",
+    "attention.indexer.compressor.ape": "attn.indexer.compressor.ape",
+    "attention.indexer.compressor.norm.weight": "attn.indexer.compressor.norm.weight",
+    "mlp.router.by_token": "ffn.gate.tid2eid",
+}
 _EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
-_BY_TOKEN = "ffn.gate.tid2eid"
-_AS_PUBLISHED = ("ape", "by_token")
+_BY_TOKEN, _BIAS = "ffn.gate.tid2eid", "ffn.gate.bias"
+_AS_PUBLISHED = ("ape", "by_token", "q_weight", "k_weight", "table.weight")
 """Ends of our names of tables, which are no matrices to be turned."""
 
 # What transformers writes differently: the beginning or the end of a name, and DeepSeek's.
@@ -96,10 +103,7 @@ def published_v4_shapes(config: V4Config) -> dict[str, Shape]:
     }
     for layer in range(config.num_layers):
         parts = {
-            "attn_norm.weight": (width,),
-            "ffn_norm.weight": (width,),
-            **_hyper_shapes(config),
-            **_attention_shapes(config),
+            **layer_shapes(config),
             **_entry_shapes(config, layer),
             **_moe_shapes(config, layer),
         }
@@ -109,10 +113,12 @@ def published_v4_shapes(config: V4Config) -> dict[str, Shape]:
 
 def v4_pieces(config: V4Config, like: Flat) -> dict[str, Pieces]:
     """What each of our arrays is made of, by the names of `like`, which has their shapes."""
-    return {name: _pieces(name, tuple(leaf.shape)) for name, leaf in like.items()}
+    return {
+        name: pieces_of(name, tuple(leaf.shape), _TOP, _IN_LAYER) for name, leaf in like.items()
+    }
 
 
-def v4_expert_names(config: V4Config) -> list[str]:
+def v4_expert_names(config: SinceV4) -> list[str]:
     """Published names of the matrices of all routed experts."""
     return [
         f"layers.{layer}.ffn.experts.{expert}.{matrix}.weight"
@@ -128,15 +134,24 @@ def v4_integers(config: V4Config) -> dict[str, int]:
     return {f"layers.{layer}.{_BY_TOKEN}": config.num_experts for layer in layers}
 
 
-def _pieces(name: str, shape: Shape) -> Pieces:
-    """What one array is made of: most are one tensor."""
+def pieces_of(
+    name: str, shape: Shape, top: Mapping[str, str], in_layer: Mapping[str, str]
+) -> Pieces:
+    """What one array is made of: most are one tensor.
+
+    Args:
+        name: of our array.
+        shape: of our array.
+        top: names of whole tensors of the model.
+        in_layer: names of whole tensors of a layer.
+    """
     turned = len(shape) == 2 and not name.endswith(_AS_PUBLISHED)
-    if name in _TOP:
-        return whole_tensor(_TOP[name], shape, transposed=turned and name != "embedding")
+    if name in top:
+        return whole_tensor(top[name], shape, transposed=turned and name != "embedding")
     _, layer, rest = name.split(".", 2)
     prefix = f"layers.{layer}."
-    if rest in _IN_LAYER:
-        return whole_tensor(prefix + _IN_LAYER[rest], shape, transposed=turned)
+    if rest in in_layer:
+        return whole_tensor(prefix + in_layer[rest], shape, transposed=turned)
     match rest.split("."):
         case ["attention", "out_a"]:
             return _groups(f"{prefix}attn.wo_a.weight", shape)
@@ -155,7 +170,18 @@ def _groups(name: str, shape: Shape) -> Pieces:
     )
 
 
-def _hyper_shapes(config: V4Config) -> dict[str, Shape]:
+def layer_shapes(config: V4Sizes) -> dict[str, Shape]:
+    """What every layer has but for experts: norms, connections and attention."""
+    width = config.hidden_size
+    return {
+        "attn_norm.weight": (width,),
+        "ffn_norm.weight": (width,),
+        **_hyper_shapes(config),
+        **_attention_shapes(config),
+    }
+
+
+def _hyper_shapes(config: V4Sizes) -> dict[str, Shape]:
     outputs = (2 + config.streams) * config.streams
     shapes: dict[str, Shape] = {}
     for site in ("attn", "ffn"):
@@ -167,7 +193,7 @@ def _hyper_shapes(config: V4Config) -> dict[str, Shape]:
     return shapes
 
 
-def _attention_shapes(config: V4Config) -> dict[str, Shape]:
+def _attention_shapes(config: V4Sizes) -> dict[str, Shape]:
     heads, head, width = config.num_heads, config.head_dim, config.hidden_size
     latents = config.output_groups * config.output_lora_rank
     return {
@@ -189,12 +215,19 @@ def _entry_shapes(config: V4Config, layer: int) -> dict[str, Shape]:
         return {}
     if config.layer_kinds[layer] != SELECTED:
         return _compressor_shapes(config, "attn.compressor", config.head_dim, rate, channels=1)
-    index = config.index_heads * config.index_dim
     return {
         **_compressor_shapes(config, "attn.compressor", config.head_dim, rate, channels=2),
+        **indexer_shapes(config),
+        **_compressor_shapes(config, "attn.indexer.compressor", config.index_dim, rate, channels=2),
+    }
+
+
+def indexer_shapes(config: V4Sizes) -> dict[str, Shape]:
+    """Queries of an indexer, and weights of its heads."""
+    index = config.index_heads * config.index_dim
+    return {
         "attn.indexer.wq_b.weight": (index, config.q_lora_rank),
         "attn.indexer.weights_proj.weight": (config.index_heads, config.hidden_size),
-        **_compressor_shapes(config, "attn.indexer.compressor", config.index_dim, rate, channels=2),
     }
 
 
@@ -211,12 +244,20 @@ def _compressor_shapes(
 
 
 def _moe_shapes(config: V4Config, layer: int) -> dict[str, Shape]:
+    if layer >= config.num_hash_layers:
+        return moe_shapes(config)
+    shapes = moe_shapes(config)
+    del shapes[_BIAS]
+    return shapes | {_BY_TOKEN: (config.vocab_size, config.experts_per_token)}
+
+
+def moe_shapes(config: V4Sizes) -> dict[str, Shape]:
+    """Router and experts of a layer where the scores say who is chosen."""
     width, inner = config.hidden_size, config.expert_intermediate_size
-    shapes: dict[str, Shape] = {"ffn.gate.weight": (config.num_experts, width)}
-    if layer < config.num_hash_layers:
-        shapes[_BY_TOKEN] = (config.vocab_size, config.experts_per_token)
-    else:
-        shapes["ffn.gate.bias"] = (config.num_experts,)
+    shapes: dict[str, Shape] = {
+        "ffn.gate.weight": (config.num_experts, width),
+        _BIAS: (config.num_experts,),
+    }
     names = [f"ffn.experts.{expert}" for expert in range(config.num_experts)]
     for name in (*names, "ffn.shared_experts"):
         shapes |= {

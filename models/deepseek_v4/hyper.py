@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v4 import V4Sizes
 from dhisparse_jax.models.glm.linear import exact_dot, weight_init
 from dhisparse_jax.models.glm.norms import normalised
 
@@ -44,7 +44,7 @@ class HyperConnection(nnx.Module):
         scale: factors of the three.
     """
 
-    def __init__(self, config: V4Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: V4Sizes, *, rngs: nnx.Rngs) -> None:
         streams, width = config.streams, config.streams * config.hidden_size
         outputs = (2 + streams) * streams
         init = weight_init(width)
@@ -82,7 +82,7 @@ class HyperConnection(nnx.Module):
 class HyperHead(nnx.Module):
     """The weighted sum of the streams after the last layer."""
 
-    def __init__(self, config: V4Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: V4Sizes, *, rngs: nnx.Rngs) -> None:
         width = config.streams * config.hidden_size
         init = weight_init(width)
         self.fn = nnx.Param(init(rngs.params(), (width, config.streams), jnp.float32))

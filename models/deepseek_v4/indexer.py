@@ -1,20 +1,20 @@
-"""The indexer of a "selected" layer: scores that say which entries a query attends to."""
+"""The indexer of a layer: scores that say which entries a query attends to."""
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v4 import V4Config, V4Sizes
 from dhisparse_jax.models.deepseek_v4.compressor import Compressor
 from dhisparse_jax.models.deepseek_v4.rotary import Rotary
 from dhisparse_jax.models.glm.linear import exact_dot, linear, weight_init
 
 
-class Indexer(nnx.Module):
-    """Queries and head weights; keys are the entries of a compressor of its own."""
+class IndexQueries(nnx.Module):
+    """Queries and head weights."""
 
     def __init__(
-        self, config: V4Config, *, rotary: Rotary, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, config: V4Sizes, *, rotary: Rotary, dtype: jnp.dtype, rngs: nnx.Rngs
     ) -> None:
         heads, width = config.index_heads, config.index_dim
         param_dtype = jnp.dtype(config.param_dtype)
@@ -23,15 +23,6 @@ class Indexer(nnx.Module):
         )
         init, shape = weight_init(config.hidden_size), (config.hidden_size, heads)
         self.head_weights = nnx.Param(init(rngs.params(), shape, param_dtype))
-        self.compressor = Compressor(
-            config,
-            width,
-            config.selected_rate,
-            overlap=True,
-            rotary=rotary,
-            dtype=dtype,
-            rngs=rngs,
-        )
         self.rotary, self.heads = rotary, heads
         self.scale = (heads * width) ** -0.5
 
@@ -45,3 +36,21 @@ class Indexer(nnx.Module):
     def weights(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch index_heads"]:
         """Float32 head weights, already multiplied by `index_heads^-0.5 * index_dim^-0.5`."""
         return exact_dot(x, self.head_weights[...]) * self.scale
+
+
+class Indexer(IndexQueries):
+    """The indexer of a "selected" layer: keys are the entries of a compressor of its own."""
+
+    def __init__(
+        self, config: V4Config, *, rotary: Rotary, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        super().__init__(config, rotary=rotary, dtype=dtype, rngs=rngs)
+        self.compressor = Compressor(
+            config,
+            config.index_dim,
+            config.selected_rate,
+            overlap=True,
+            rotary=rotary,
+            dtype=dtype,
+            rngs=rngs,
+        )

@@ -30,7 +30,7 @@ class V4Block(nnx.Module):
         self.attention = V4Attention(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_hyper = HyperConnection(config, rngs=rngs)
         self.mlp_norm = RmsNorm(config.hidden_size, **norm_args)
-        self.mlp = V4Moe(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp = V4Moe(config, dtype=dtype, rngs=rngs, hashed=layer < config.num_hash_layers)
 
 
 class V4Model(nnx.Module):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v4 import V4Sizes
+from dhisparse_jax.configs.deepseek_v41 import SinceV4
 from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.models.experts import Routing, run_experts
 from dhisparse_jax.models.glm.linear import exact_dot, linear, residual_init, weight_init
@@ -17,7 +18,7 @@ from dhisparse_jax.models.stored_experts import StoredExperts
 class BoundedMlp(nnx.Module):
     """`down(silu(gate x) * up x)` with bounds on both factors."""
 
-    def __init__(self, config: V4Config, inner: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: SinceV4, inner: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         width = config.hidden_size
         args = {"dtype": dtype, "param_dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
         self.gate = linear(width, inner, **args)
@@ -40,11 +41,10 @@ class V4Router(nnx.Module):
         by_token: experts of every token id; None where the scores say.
     """
 
-    def __init__(self, config: V4Config, layer: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: V4Sizes, *, hashed: bool, rngs: nnx.Rngs) -> None:
         experts, chosen = config.num_experts, config.experts_per_token
         init, shape = weight_init(config.hidden_size), (config.hidden_size, experts)
         self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
-        hashed = layer < config.num_hash_layers
         self.bias = None if hashed else nnx.Param(jnp.zeros((experts,), jnp.float32))
         table = (config.vocab_size, chosen)
         self.by_token = nnx.Param(jnp.zeros(table, jnp.int32)) if hashed else None
@@ -73,11 +73,13 @@ class V4Moe(nnx.Module):
         stored: the experts, in place of these two, where they stay quantised.
     """
 
-    def __init__(self, config: V4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: SinceV4, *, dtype: jnp.dtype, rngs: nnx.Rngs, hashed: bool = False
+    ) -> None:
         width, inner = config.hidden_size, config.expert_intermediate_size
         experts, form = config.num_experts, config.expert_format
         param_dtype = jnp.dtype(config.param_dtype)
-        self.router = V4Router(config, layer, rngs=rngs)
+        self.router = V4Router(config, hashed=hashed, rngs=rngs)
         self.stored = StoredExperts(experts, width, inner, form) if form != FLOAT else None
         if form == FLOAT:
             init, down_init = weight_init(width), residual_init(inner, config.num_layers)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.deepseek_v4 import WINDOW, V4Config
+from dhisparse_jax.configs.deepseek_v4 import V4Sizes
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.models.glm.rope import rotate
 
@@ -33,8 +33,8 @@ class Rotary:
         return jnp.concatenate((kept, turned), axis=-1)
 
 
-def rotary_of(config: V4Config, layer: int) -> Rotary:
+def rotary_of(config: V4Sizes, *, entries: bool) -> Rotary:
     """That of a layer: with its own base, and stretched, wherever there are entries."""
-    if config.layer_kinds[layer] == WINDOW:
+    if not entries:
         return Rotary(config.rope_dim, config.rope_theta, None)
     return Rotary(config.rope_dim, config.compress_theta, config.yarn)

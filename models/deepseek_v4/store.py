@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, V4Config
 from dhisparse_jax.geometry import Geometry, Kept, RowFormat
+from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.kept import attend_kept, keep, kept_rows
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.model import Beside, KeptLeaves
@@ -50,9 +51,23 @@ class Store:
         leaf = keep(self.leaves[key], self.kept[key], index, rows, self.beside.writes)
         return dataclasses.replace(self, leaves={**self.leaves, key: leaf})
 
+    def put_rows(
+        self, key: Key, index: Int[Array, "R t"], rows: Float[Array, "R t width"]
+    ) -> "Store":
+        """Write rows that attention reads, in their format."""
+        form = self.kept[key].row or self.geometry.row
+        return self.put(key, index, stored_rows(form, rows))
+
     def rows(self, key: Key, index: Int[Array, "R *t"]) -> Shaped[Array, "R *t width"]:
         """Rows at positions; undefined before the first."""
         return kept_rows(self.leaves[key], self.kept[key], index)
+
+    def newest(self, key: Key, positions: Int[Array, "R T"]) -> Int[Array, "R T span"]:
+        """The positions up to each one that are kept; negative before the first."""
+        span = self.kept[key].span
+        assert span is not None  # the newest positions, not all
+        back = jnp.arange(span, dtype=jnp.int32).reshape(1, 1, -1)
+        return positions[..., None] - back
 
     def attend(
         self,
@@ -75,9 +90,8 @@ class Store:
         return tuple(self.leaves[key] for key in self.kept)
 
 
-def open_store(config: V4Config, geometry: Geometry, pool: int, beside: Beside) -> Store:
+def open_store(geometry: Geometry, kept: Mapping[Key, Kept], beside: Beside) -> Store:
     """What the layers of one group keep."""
-    kept = kept_by(config, geometry.row, config.groups[pool])
     return Store(geometry, kept, dict(zip(kept, beside.kept, strict=True)), beside)
 
 
@@ -100,9 +114,3 @@ def kept_by(config: V4Config, row: RowFormat, layers: tuple[int, ...]) -> dict[K
             found[Key(layer, RAW)] = raw(4 * config.head_dim, span)
             found[Key(layer, INDEX_RAW)] = raw(4 * config.index_dim, span)
     return found
-
-
-def newest(positions: Int[Array, "R T"], count: int) -> Int[Array, "R T count"]:
-    """The newest positions up to each one; negative before the first."""
-    back = jnp.arange(count, dtype=jnp.int32).reshape(1, 1, -1)
-    return positions[..., None] - back

@@ -5,10 +5,12 @@ losses (`models.train.losses`) without repeating the loop.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.models.glm.attend import (
@@ -217,3 +219,14 @@ def forward(
         chunk: Queries per attention step; bounds memory, does not change the result.
     """
     return model.logits(run_layers(model, tokens, attend_for(model, mode, chunk)).h)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def served_logits(
+    graph: Any,  # noqa: ANN401  # of a `GlmModel`, as `nnx.split` gives it
+    params: nnx.State,
+    tokens: Int[Array, "batch s"],
+    chunk: int = DEFAULT_CHUNK,
+) -> Float[Array, "batch s vocab"]:
+    """`forward` of a model as it is served: graph and weights apart."""
+    return forward(nnx.merge(graph, params), tokens, mode="sparse", chunk=chunk)

@@ -114,7 +114,9 @@ def _run_group(
     """One selection group; `where` is the cache, and the number of the group's first layer."""
     cache, first = where
 
-    def open_group(index: IndexInputs) -> _Opened:
+    def open_group(index: IndexInputs, opened: _Opened | None = None) -> _Opened:
+        assert opened is None  # these models select once per group
+        assert index.keys is not None
         keys = _put(cache.keys[pool], index.keys, positions)
         selected = select_top_k(
             index.queries,
@@ -124,8 +126,8 @@ def _run_group(
             count=served.geometry.top_k,
             chunk=1,
         )
-        opened = _Cache(rows=cache.rows, keys=_replace(cache.keys, pool, keys))
-        return _Opened(cache=opened, selected=selected)
+        now = _Cache(rows=cache.rows, keys=_replace(cache.keys, pool, keys))
+        return _Opened(cache=now, selected=selected)
 
     attend = partial(_attend, served, first, positions)
     ran = served.run_group(params, pool, x, positions, open_group, attend)
@@ -138,10 +140,11 @@ def _attend(
     positions: Int[Array, "b 1"],
     opened: _Opened,
     layer: int,
-    row: Float[Array, "b 1 width"],
+    row: Float[Array, "b 1 width"] | None,
     query: Float[Array, "b 1 heads width"],
 ) -> tuple[Attended, _Opened]:
     """Store the row of one layer, and attend to the selected ones."""
+    assert row is not None  # every layer of these models has its own
     latent, number = served.geometry.row.value_width, first + layer
     rows = _put(opened.cache.rows[number], row, positions)
     chosen = jax.vmap(lambda r, s: r[s])(rows, jnp.maximum(opened.selected, 0))

@@ -25,7 +25,8 @@ def index_scores(
         queries: rotated indexer queries, any float dtype.
         weights: float32 weight of each indexer head.
         keys: index keys of the whole history: numbers of the queries' dtype, or fp8 numbers with
-            scales (`types.ScaledKeys`), which stand for exactly `scale * number`. Beyond `visible`
+            scales (`types.ScaledKeys`), which stand for exactly `scale * number`, or words of 4-bit
+            numbers (`types.packed_format`), likewise; no kernel takes those. Beyond `visible`
             they may hold anything, NaN included: it does not reach a score. The Mosaic kernel
             copies histories first that are not a multiple of 8 long.
         visible: int32, how many positions each query sees: position s is seen iff s < visible.

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.index_scores.types import Keys, ScaledKeys
+from pallas_kernels.common.scaled_rows import decode
+from pallas_kernels.index_scores.types import Keys, ScaledKeys, packed_format
 
 
 def index_scores(
@@ -18,6 +19,9 @@ def index_scores(
         # bfloat16 and e4m3 numbers are exact in float32, and so, but for one rounding, is a key.
         queries = queries.astype(jnp.float32)
         keys = keys.numbers.astype(jnp.float32) * keys.scales[..., None]
+    elif keys.dtype == jnp.int32:
+        queries = queries.astype(jnp.float32)
+        keys = decode(keys, packed_format(queries.shape[-1]))
     elif keys.dtype != queries.dtype:
         queries, keys = queries.astype(jnp.float32), keys.astype(jnp.float32)
     dots = jnp.einsum(

@@ -1,11 +1,12 @@
-"""Index keys: numbers of 16 or 32 bits, or numbers of 8 bits with a scale per key."""
+"""Index keys: numbers of 16 or 32 bits, of 8 bits with a scale per key, or of 4 bits as rows."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.scaled_rows import rescaled, scales_of
+from pallas_kernels.common.scaled_rows import ScaledRow, rescaled, scales_of
 
 
 class ScaledKeys(NamedTuple):
@@ -39,7 +40,17 @@ class ScaledKeys(NamedTuple):
         return self.numbers.nbytes + self.scales.nbytes
 
 
-Keys = Float[Array, "R C width"] | ScaledKeys
+Keys = Float[Array, "R C width"] | ScaledKeys | Int[Array, "R C words"]
+"""Words are rows of `packed_format`."""
+
+MOST_PACKED = 32
+"""4-bit numbers that share a scale, at most."""
+
+
+def packed_format(width: int) -> ScaledRow:
+    """The format of keys of 4-bit numbers: powers of two as scales, 68 bytes for 128 numbers."""
+    group = math.gcd(width, MOST_PACKED)
+    return ScaledRow(quantised=width, group=group, scale="e8m0", rest=0, numbers="e2m1")
 
 
 def quantise(keys: Float[Array, "*n width"], *, power_scales: bool = False) -> ScaledKeys:

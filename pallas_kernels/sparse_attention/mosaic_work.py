@@ -70,6 +70,8 @@ def supports(
     if not isinstance(row_format, ScaledRow):
         if jnp.dtype(row_format) != jnp.bfloat16:
             return f"rows of {jnp.dtype(row_format)} (only bfloat16 and scaled rows)"
+    elif row_format.numbers != "e4m3" or row_format.scale == "e4m3":
+        return f"{row_format} (only 8-bit numbers with float32 or e8m0 scales)"
     elif row_format.quantised % TILE or row_format.rest != TILE:
         return f"{row_format} (quantised numbers in whole tiles of {TILE}, and {TILE} others)"
     if width > MOST_WIDTH:

@@ -64,7 +64,14 @@ def runs(folder):
     return of
 
 
-CASES = [("fixed", 0, 1), ("adaptive", 0, 1), ("adaptive", 3, 1), ("fixed", 3, 4)]
+CASES = [
+    ("fixed", 0, 1),
+    ("adaptive", 0, 1),
+    ("adaptive", 3, 4),
+    # The same draft by single steps, and with the other policy.
+    pytest.param("adaptive", 3, 1, marks=pytest.mark.slow),
+    pytest.param("fixed", 3, 4, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("policy", "length", "steps"), CASES)
@@ -97,7 +104,7 @@ def test_replay_under_another_policy_is_a_run_under_it(runs):
 
 def test_another_draft_length_has_the_same_tokens(runs):
     """Without a draft, from a recorded one: exactly the selections of a run without."""
-    _, path = runs("adaptive", 3)
+    _, path = runs("adaptive", 3, 4)
     result, plain = runs("fixed", 0)
     recording = read_recording(path)
     play = with_draft(as_recorded(recording), recording.cfg.pools, queries=1, accept=1)
@@ -155,7 +162,7 @@ def test_what_is_no_whole_recording_is_refused(runs, tmp_path):
         (data[:-12], "ends in the middle"),
         (b"", "is not a recording"),
         (b"[1, 2]\n", "is not a recording"),
-        (data.replace(b'"version": 1', b'"version": 9', 1), "is not a recording"),
+        (data.replace(b'"version": 2', b'"version": 9', 1), "is not a recording"),
         (data[:-12] + b"\x09" + data[-11:], "an event of kind 9"),
     ]:
         bad = tmp_path / "bad"

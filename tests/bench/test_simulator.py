@@ -107,7 +107,7 @@ def test_pools_with_more_traffic_get_more_pages(play):
         records[policy] = sim.run(150)
     evenly, measured = records[Policy.FIXED], records[Policy.ADAPTIVE]
     assert share(measured, 50) < 0.95 * share(evenly, 50)
-    assert (evenly.held[-1] == sim.cfg.share_pages).all()
+    assert (evenly.held[-1] == sim.cfg.share_pages(0)).all()
     calm, restless = measured.held[-1]
     assert (restless > 1.2 * calm).all()
     assert sound(sim) == []
@@ -118,12 +118,12 @@ def test_newcomers_have_their_pages_at_once_and_nobody_less_than_the_floor(play)
     sim = adaptive(play)
     for row in range(2 * ROWS):
         assert sim.join(row % 2) == row
-        assert (sim.budget[0, : row + 1] >= sim.cfg.floor_pages).all()
-        assert sim.budget.sum() <= sim.cfg.requests * sim.cfg.share_pages
+        assert (sim.budget[0, : row + 1] >= sim.cfg.floor_pages(0)).all()
+        assert sim.budget.sum() <= sim.cfg.requests * sim.cfg.share_pages(0)
         record = sim.run(2)
-        assert (record.held[:, 0, : row + 1] >= sim.cfg.floor_pages).all()
+        assert (record.held[:, 0, : row + 1] >= sim.cfg.floor_pages(0)).all()
     assert sound(sim) == []
-    assert set(sim.budget[0]) == {sim.cfg.floor_pages}
+    assert set(sim.budget[0]) == {sim.cfg.floor_pages(0)}
 
 
 @pytest.mark.parametrize("moves", [1, 2])
@@ -137,7 +137,7 @@ def test_oscillating_load_moves_no_more_than_the_bound(play, moves):
     assert run.release_steps == [0] * len(run.admissions)
     assert sound(sim) == []
     # With what admissions take, at most an even share of the pages each, over whole periods.
-    even = sim.cfg.requests * sim.cfg.share_pages / (ROWS // 2 + 1)
+    even = sim.cfg.requests * sim.cfg.share_pages(0) / (ROWS // 2 + 1)
     joined = sum(step >= 20 for step, _ in run.admissions)
     assert joined > 0
     assert all(pages <= even for step, pages in run.admissions if step >= 20)
@@ -167,7 +167,7 @@ def test_grows_again_when_the_load_falls(play):
     assert crowded > 0.25
     assert share(alone, 40) < 0.2 * crowded
     budget = sim.budget[0, 0]
-    assert sim.cfg.floor_pages + MOVES < budget
+    assert sim.cfg.floor_pages(0) + MOVES < budget
     grown = np.diff(alone.held[:, 0, 0])
     assert grown.max() <= MOVES
 

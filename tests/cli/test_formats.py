@@ -50,8 +50,8 @@ def test_formats_are_passed_on(run, commands, asked, command):
 
 
 def test_other_formats_are_refused(run, commands, asked):
-    error = run(*commands["decode"], "--kv-format", "fp4").error
-    assert "'fp4' is not one of 'float32', 'bfloat16', 'fp8'" in error
+    error = run(*commands["decode"], "--kv-format", "fp6").error
+    assert "'fp6' is not one of 'float32', 'bfloat16', 'fp8', 'fp4'" in error
     assert asked == {}
 
 

@@ -88,10 +88,13 @@ def test_records_what_it_selects(run, loaded, tmp_path):
     assert sum(int(step.accepted.sum()) for step in steps) == 3 * 8
 
 
+ONE_BY_ONE = ("--batch", 2, "--tpot-ms", 1e-6)
+"""Nothing holds a nanosecond: one at a time."""
+
+
 def test_bound_limits_how_many_run(run, loaded, tmp_path):
-    """Nothing holds a nanosecond: one at a time."""
-    path, output = write(tmp_path, *(line(0, 10, 6) for _ in range(3))), tmp_path / "o.json"
-    assert serve(run, path, "--json", output, "--tpot-ms", 1e-6).code == 0
+    path, output = write(tmp_path, *(line(0, 10, 9) for _ in range(3))), tmp_path / "o.json"
+    assert serve(run, path, "--json", output, *ONE_BY_ONE).code == 0
     document = json.loads(output.read_text())
     assert document["summary"]["finished"] == 3
     assert document["tpot_bound_ms"] == 1e-6
@@ -129,7 +132,7 @@ def test_an_interrupt_leaves_what_was_measured(run, loaded, tmp_path, monkeypatc
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(ServingRecord, "add", interrupted)
-    result = serve(run, path, "--json", output, "--interval", 1000, "--batch", 1)
+    result = serve(run, path, "--json", output, "--interval", 1000, *ONE_BY_ONE)
     assert result.code == 130
     assert "stopping after this step" in result.err
     document = json.loads(output.read_text())

@@ -30,12 +30,13 @@ def test_presets_have_the_published_sizes(config, parameters, kinds):
     ("config", "published"), [(DEEPSEEK_V4_FLASH, 3514), (DEEPSEEK_V4_PRO, 5031)]
 )
 def test_bytes_per_token_are_those_published(config, published):
-    """But for index keys, which are published with 4 bits and a byte for 32: 68 bytes, not 132."""
+    """With index keys of 4 bits; the presets have them in 8."""
     geometry = geometry_of(config, "bfloat16")
     assert geometry.row.words * 4 == 584
     assert geometry.key_bytes == 132
-    narrower = len(config.groups) * (132 - 68) / config.selected_rate
-    assert round(geometry.position_bytes - narrower) == published
+    narrow = geometry_of(dataclasses.replace(config, index_format="fp4"), "bfloat16")
+    assert narrow.key_bytes == 68
+    assert round(narrow.position_bytes) == published
 
 
 def test_windows_and_unfinished_entries_do_not_grow_with_the_context():

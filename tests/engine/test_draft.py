@@ -81,13 +81,13 @@ def test_same_tokens_for_a_good_and_for_a_useless_draft(errs):
 
 
 def test_same_tokens_with_several_steps_in_a_dispatch():
-    result = speculated("adaptive", 3, steps=4)
+    result = speculated("adaptive", 3, steps=2)
     assert result.tokens == plain().tokens
     assert result.finished == plain().finished
 
 
 def test_several_steps_without_a_draft():
-    served = Engine(*model(), config("fixed", 4), chunk=16, steps=5)
+    served = Engine(*model(), config("fixed", 4), chunk=16, steps=4)
     result = run(served, REQUESTS)
     assert (result.tokens, result.finished) == (plain().tokens, plain().finished)
     assert result.acceptance.length == 1.0
@@ -172,7 +172,7 @@ def test_sampled_tokens_have_the_target_distribution():
     """
     sampling = lambda seed: Sampling(temperature=1.5, top_k=3, seed=seed)
     served = with_errs(served_with("fixed", 3), errs=0)
-    count, prompt = 600, REQUESTS[0].prompt
+    count, prompt = 400, REQUESTS[0].prompt
     asked = [
         Request(name="it", prompt=prompt, max_new_tokens=4, sampling=sampling(7))
         for _ in range(count)

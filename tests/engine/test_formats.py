@@ -95,8 +95,15 @@ def test_same_tokens_under_every_policy(form, policy):
     assert tokens(form, policy) == tokens(form, "resident")
 
 
-@pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    ("policy", "queries"),
+    [
+        ("fixed", 1),
+        ("adaptive", 1),
+        ("fixed", 4),
+        pytest.param("adaptive", 4, marks=pytest.mark.slow),  # the same tokens below
+    ],
+)
 def test_same_bits_under_every_policy(policy, queries):
     found = logits("fp8", policy, queries)
     np.testing.assert_array_equal(found, logits("fp8", "resident", queries))
@@ -136,7 +143,7 @@ def test_the_split_between_prefill_and_decode_changes_nothing(split, queries):
     np.testing.assert_allclose(found, logits("fp8", "fixed"), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
+@pytest.mark.parametrize("policy", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"])
 def test_same_tokens_with_a_draft(policy):
     """T = 4; the text is that of one query per step."""
     asked = REQUESTS[:3]

@@ -44,7 +44,7 @@ def test_every_step_is_launched_before_the_one_before_is_read(order):
     assert order[-1] == "land"
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [1, 4])
 def test_a_known_length_costs_no_step_too_many(order, steps):
     served = Engine(*model(), config(*POLICIES["fixed"]), chunk=CHUNK, steps=steps)
     result = run(served, [request(9, 1 + 4 * steps), request(9, 1 + 2 * steps, seed=1)])

@@ -55,8 +55,8 @@ def served_as(kind):
     known = [
         [*request(n, 1, seed=n).prompt, *text] for n, text in zip(LENGTHS, texts(), strict=True)
     ]
-    draft, limits = toy_draft(known, length=2), Limits(parking=20_000)
-    return Engine(*model(), cfg(3), chunk=CHUNK, draft=draft, steps=2, limits=limits)
+    draft, limits = toy_draft(known, length=3), Limits(parking=20_000)
+    return Engine(*model(), cfg(4), chunk=CHUNK, draft=draft, steps=2, limits=limits)
 
 
 DONE = ("cancelled", "preempted", "resumed", "in pages", "out of pages")

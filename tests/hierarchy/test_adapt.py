@@ -106,7 +106,7 @@ def adapted(held, rates, lengths=None, *, saved=None, tried=None, small=None, **
 
 def test_sizes():
     cfg = Small().cfg
-    assert (cfg.page_slots, cfg.floor_pages, cfg.share_pages, cfg.ghosts) == (4, 1, 3, 16)
+    assert (cfg.page_slots, cfg.floor_pages(0), cfg.share_pages(0), cfg.ghosts) == (4, 1, 3, 16)
     assert Small("fixed").cfg.ghosts == 0
 
 

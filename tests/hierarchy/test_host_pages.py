@@ -48,7 +48,7 @@ def test_rows_by_hand():
     pages = jnp.array([[7, 2, NO_SLOT], [0, 2, 5]], jnp.int32)
     position = jnp.array([[0, 20, 32, NO_SLOT, 48, -2], [0, 20, 32, NO_SLOT, 48, INT32_MAX]])
     none = INT32_MAX
-    assert layout.host_rows(SMALL, pages, position).tolist() == [
+    assert layout.host_rows(SMALL, 0, pages, position).tolist() == [
         [112, 36, none, NO_SLOT, none, none],
         [0, 36, 80, NO_SLOT, none, none],
     ]

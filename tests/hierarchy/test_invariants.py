@@ -123,7 +123,7 @@ def hole_in_the_page_list(state):
 
 
 def below_the_floor(state):
-    return with_budget(state, changed(BUDGETS, (0, 1), CONFIG.floor_pages - 1))
+    return with_budget(state, changed(BUDGETS, (0, 1), CONFIG.floor_pages(0) - 1))
 
 
 def pages_for_nobody(state):

@@ -22,7 +22,7 @@ GEOMETRY = Geometry(
     index_width=2,
     index_dtype="float32",
     scale=0.5,
-    rate=RATE,
+    rates=(RATE,),
     kept=((RING, ALL),),
 )
 

@@ -470,7 +470,7 @@ def lengths(cfg):
     """Prompt lengths at every edge."""
     k, page, tail = cfg.geometry.top_k, cfg.page_slots, cfg.tail
     edges = {1, k - 1, k, k + 1, tail - 1, tail, tail + 1, tail + page, tail + page + 1}
-    edges |= {tail + cfg.hot_slots, cfg.capacity // 2, cfg.capacity - 1, cfg.capacity}
+    edges |= {tail + cfg.hot_slots(0), cfg.capacity // 2, cfg.capacity - 1, cfg.capacity}
     return sorted(n for n in edges if 1 <= n <= cfg.capacity)
 
 

@@ -1,23 +1,27 @@
 """What the formats of history round, apart from everything else."""
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.common.scaled_rows import (
     GLM_FP8,
     V4_ENTRY,
+    V41_ENTRY,
+    V41_WINDOW,
     ScaledRow,
     decode,
     encode,
     scales_of,
 )
-from pallas_kernels.index_scores.types import quantise
+from pallas_kernels.index_scores.types import packed_format, quantise
 
 ROWS = {
     "glm": GLM_FP8,
     "v3.2": ScaledRow(quantised=512, group=128, scale="float32", rest=64, power_scales=True),
     "v4": V4_ENTRY,
+    "v4.1 window": V41_WINDOW,
     "tiny": ScaledRow(quantised=64, group=64, scale="float32", rest=16),
 }
 
@@ -97,3 +101,28 @@ def test_rounding_again_changes_nothing(name):
     row = ROWS[name]
     kept = decode(encode(jnp.asarray(values(100, row.width, seed=3)), row), row)
     np.testing.assert_allclose(decode(encode(kept, row), row), kept, rtol=3e-7)
+
+
+@pytest.mark.parametrize("row", [V41_ENTRY, packed_format(128)], ids=["entry", "index key"])
+def test_numbers_of_4_bits_are_the_nearest(row):
+    """By the published rule: the largest number of a group over 6, as e4m3 or the next power."""
+    rng = np.random.default_rng(4)
+    given = (rng.normal(size=(200, row.width)) * 2.0 ** rng.integers(-4, 4, (200, 1))).astype("f")
+    given[0] = 0.0
+    given[1, : row.group] = np.resize([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], row.group)
+    groups = given.reshape(200, row.groups, row.group)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    if row.scale == "e4m3":
+        scales = np.maximum(largest / 6, 2.0**-9).astype(ml_dtypes.float8_e4m3fn).astype("f")
+    else:
+        scales = np.exp2(np.ceil(np.log2(np.maximum(largest / 6, 2.0**-120))))
+    clipped = np.clip(groups / scales, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype("f")
+    found = decode(encode(jnp.asarray(given), row), row)
+    np.testing.assert_array_equal(found, (clipped * scales).reshape(given.shape))
+    assert found[1, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+
+
+def test_sizes_are_those_published():
+    assert (V41_WINDOW.bytes, V41_ENTRY.bytes, packed_format(128).bytes) == (528, 288, 68)
+    narrow = packed_format(12)
+    assert (narrow.group, narrow.groups, narrow.bytes) == (4, 3, 12)

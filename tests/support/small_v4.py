@@ -87,7 +87,7 @@ def _dense(params, tokens, kv_format):
     served, (_, count) = model(kv_format)[0], tokens.shape
     geometry, selections, routings = served.geometry, [], []
     positions = jnp.arange(count, dtype=jnp.int32)[None]
-    complete = (positions[0] + 1) // geometry.rate
+    complete = (positions[0] + 1) // geometry.rate(0)
 
     def open_group(index):
         dots = jnp.einsum("thd,ed->the", index.queries[0], index.keys[0], precision="highest")
@@ -126,12 +126,13 @@ class TableDrafter(NoDraft):
     """Proposes what a table has for a position, and errs at every third one; reads no layers."""
 
     length: int = 3
+    vocabulary: int = 96
 
     def propose(self, params, state, anchor, length, sampler):
         position = length[:, None] + 1 + jnp.arange(self.length, dtype=jnp.int32)[None]
         row = jnp.arange(anchor.shape[0], dtype=jnp.int32)[:, None]
         tokens = params[row, jnp.minimum(position, params.shape[1] - 1)]
-        tokens = jnp.where(position % 3 == 0, (tokens + 1) % model()[0].vocabulary, tokens)
+        tokens = jnp.where(position % 3 == 0, (tokens + 1) % self.vocabulary, tokens)
         ones = jnp.ones(tokens.shape, jnp.float32)
         return Proposal(
             tokens=tokens,
@@ -141,9 +142,11 @@ class TableDrafter(NoDraft):
         )
 
 
-def table_draft(texts, length):
+def table_draft(texts, length, vocabulary=96):
     """A draft that knows a text of every row."""
     table = np.zeros((len(texts), CONTEXT), np.int32)
     for row, text in enumerate(texts):
         table[row, : len(text)] = text
-    return Draft(drafter=TableDrafter(length=length), params=jnp.asarray(table))
+    return Draft(
+        drafter=TableDrafter(length=length, vocabulary=vocabulary), params=jnp.asarray(table)
+    )
