@@ -1,6 +1,7 @@
 """Sparse-attention decoding over a KV hierarchy, in JAX.
 
-hierarchy       the state and its pure functions; what an attention module calls
+plugin          the hierarchy in place of the cache of a Flax model of your own
+hierarchy       the state and its pure functions
 forward, finish_step, decode_step   the two halves of a decode step, and the whole
 Engine, Request, Sampling           continuous batching of requests over a hierarchy
 Draft, Drafter, Proposal            a small model that proposes tokens, and what it proposes

@@ -55,10 +55,8 @@ class RowFormat:
     def __post_init__(self) -> None:
         """Refuse a format of rows of another width, and rows that are not whole words."""
         if isinstance(self.dtype, ScaledRow):
-            if self.dtype.width != self.width:
-                raise UserError(
-                    f"rows of {self.width} numbers have a format for {self.dtype.width}"
-                )
+            if (width := self.dtype.width) != self.width:
+                raise UserError(f"rows of {self.width} numbers have a format for {width}")
             return
         if self.dtype not in ROW_DTYPES:
             raise UserError(f"rows of {self.dtype!r}; there are {', '.join(ROW_DTYPES)}, and fp8")
@@ -91,9 +89,8 @@ class RowFormat:
             value: numbers in a value; None: as many.
         """
         value = head if value is None else value
-        return cls(
-            width=kv_heads * (value + head), value_width=value, dtype=dtype, kv_heads=kv_heads
-        )
+        width = kv_heads * (value + head)
+        return cls(width=width, value_width=value, dtype=dtype, kv_heads=kv_heads)
 
     @classmethod
     def opaque(cls, size: int) -> "RowFormat":
