@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
-from dhisparse_jax.hierarchy.formats import StoredKeys, no_keys, stored_keys, stored_rows
+from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.heads import attend_slots
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, best
@@ -44,7 +44,7 @@ class Prompt:
     """
 
     records: Int[Array, "P W"]
-    keys: StoredKeys
+    keys: AnyKeys
     known: Int[Array, ""]
     kept: KeptLeaves = ()
 

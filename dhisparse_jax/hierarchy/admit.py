@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
-from dhisparse_jax.hierarchy.formats import StoredKeys
+from dhisparse_jax.hierarchy.formats import AnyKeys
 from dhisparse_jax.hierarchy.kept import admit_kept
 from dhisparse_jax.hierarchy.keys import packed_keys
 from dhisparse_jax.hierarchy.requests import recall_keys
@@ -31,7 +31,7 @@ def admit_prompt(
     pool: int,
     request: Int[Array, ""],
     records: Int[Array, "C W"],
-    keys: StoredKeys,
+    keys: AnyKeys,
     start: Int[Array, ""] | int = 0,
     kept: tuple[Shaped[Array, "1 _ _"], ...] = (),
 ) -> HierarchyState:
@@ -96,7 +96,7 @@ def readmit(
 
 
 def _with_keys(
-    state: HierarchyState, pool: int, request: Int[Array, ""], keys: StoredKeys
+    state: HierarchyState, pool: int, request: Int[Array, ""], keys: AnyKeys
 ) -> HierarchyState:
     """The index keys of a whole row."""
     put = lambda every, mine: every.at[request].set(mine)

@@ -49,12 +49,13 @@ def _backup(
     request = jnp.broadcast_to(request, position.shape)
     rows = layout.host_rows(cfg, pools[0], state.host_page_of, masked(position, fresh)).reshape(-1)
     slots = [layout.tail_slot(cfg, pool, request, position).reshape(-1) for pool in pools]
-    keyed = pools if cfg.key_words else ()
+    host_keys = [keys for pool in pools if (keys := state.pools[pool].host_keys) is not None]
+    keyed = pools if host_keys else ()
     entry = jnp.arange(rows.shape[0], dtype=jnp.int32)
     place = request.reshape(-1), jnp.minimum(position, cfg.records(pools[0]) - 1).reshape(-1)
     keys_of = lambda pool: jax.tree.map(lambda keys: keys[place], state.pools[pool].index_keys)
     written = backup_op(
-        [*(state.pools[p].host for p in pools), *(state.pools[p].host_keys for p in keyed)],
+        [*(state.pools[pool].host for pool in pools), *host_keys],
         [
             *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in pools),
             *(packed_keys(keys_of(pool), cfg.key_words) for pool in keyed),

@@ -14,8 +14,11 @@ from pallas_kernels.common.rows import pack
 from pallas_kernels.common.scaled_rows import ScaledRow, encode
 from pallas_kernels.index_scores.types import ScaledKeys, packed_format, quantise
 
-StoredKeys = Float[Array, "*n index"] | ScaledKeys | Int[Array, "*n words"] | tuple[()]
-"""Index keys as they are stored; nothing without index keys."""
+StoredKeys = Float[Array, "*n index"] | ScaledKeys | Int[Array, "*n words"]
+"""Index keys as they are stored."""
+
+AnyKeys = StoredKeys | tuple[()]
+"""Index keys of a history, as they are stored; nothing if it has none."""
 
 
 def stored_rows(row: RowFormat, values: Shaped[Array, "*n width"]) -> Int[Array, "*n words"]:
@@ -42,7 +45,7 @@ def key_shapes(geometry: Geometry, *shape: int) -> Any:  # noqa: ANN401  # shape
     return jax.eval_shape(lambda keys: stored_keys(geometry, keys), exact)
 
 
-def no_keys(geometry: Geometry, *shape: int) -> StoredKeys:
+def no_keys(geometry: Geometry, *shape: int) -> AnyKeys:
     """Room for so many stored keys, all zeros."""
     return jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), key_shapes(geometry, *shape)

@@ -82,7 +82,8 @@ def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         fill = states.FILL.get(_name(path), 0)
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # an array has a part on every device here
             sizes = zip(index, leaf.shape, strict=True)
             return np.full([len(range(*at.indices(size))) for at, size in sizes], fill, leaf.dtype)
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.admit import admit_prompt
-from dhisparse_jax.hierarchy.formats import StoredKeys, no_keys, stored_keys, stored_rows
+from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.requests import join
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.plugin.rows import Rows, flat
@@ -92,7 +92,7 @@ def _sizes(
     return size, jnp.asarray(size if length is None else length, jnp.int32)
 
 
-def _keys(cfg: HierarchyConfig, keys: Float[Array, "P index"] | None) -> StoredKeys:
+def _keys(cfg: HierarchyConfig, keys: Float[Array, "P index"] | None) -> AnyKeys:
     """Index keys as they are stored, one for every position of the capacity."""
     geometry = cfg.geometry
     if keys is None:
