@@ -121,3 +121,56 @@ def test_checkify_tells_of_a_step_without_requests_and_beyond_the_capacity():
     error, _ = admit(state, cfg, 0, [rows(jnp.arange(23), 0)])
     with pytest.raises(checkify.JaxRuntimeError, match="row 0 is taken"):
         error.throw()
+
+
+def test_every_head_reads_its_own_keys_and_values():
+    cfg = sizes(RowFormat.gqa(2, 4, "float32", value=8), groups=(2,))
+    shaped = lambda positions, heads, width, shift: rows(positions, shift, heads * width).reshape(
+        *positions.shape, heads, width
+    )
+    keys_values = lambda at: (shaped(at, 2, 4, 0.0), shaped(at, 2, 8, 1.0))
+
+    @jax.jit
+    def step(state):
+        step = plugin.begin_step(state, cfg)
+        query, row = shaped(step.positions, 6, 4, 2.0), keys_values(step.positions)
+        attended, step = plugin.attend(step, 0, row, query, select=choose(step.positions))
+        selected, step = plugin.read(step, 1, row)
+        return query, attended, selected, plugin.end_step(step)
+
+    state = jax.jit(plugin.admit, static_argnums=1)(
+        plugin.init(cfg), cfg, 0, [keys_values(jnp.arange(19))] * 2
+    )
+    query, attended, selected, _ = step(state)
+    valid = np.asarray(selected.valid[0, 0])
+    keys, values = (np.asarray(each[0, 0][valid], np.float64) for each in selected.rows)
+    for head in range(6):
+        mine = head // 3
+        logits = 0.3 * keys[:, mine] @ np.asarray(query[0, 0, head], np.float64)
+        weights = np.exp(logits - logits.max())
+        wanted = weights / weights.sum() @ values[:, mine]
+        np.testing.assert_allclose(attended.values[0, 0, head], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_are_not_accepted_leave_no_trace():
+    def firsts(queries):
+        cfg = sizes(groups=(1,), queries=queries, tail=2 * queries)
+
+        @jax.jit
+        def step(state):
+            step = plugin.begin_step(state, cfg)
+            row = rows(step.positions, 0).at[:, 1:].set(9.0)
+            attended, step = plugin.attend(
+                step, 0, row, row[:, :, None], select=choose(step.positions)
+            )
+            return attended.values[:, 0], plugin.end_step(step, jnp.ones(2, jnp.int32))
+
+        state, found = plugin.init(cfg), []
+        for request in range(2):
+            state = jax.jit(plugin.admit, static_argnums=1)(state, cfg, request)
+        for _ in range(12):
+            values, state = step(state)
+            found.append(np.asarray(values))
+        return np.stack(found)
+
+    np.testing.assert_allclose(firsts(3), firsts(1), rtol=1e-6, atol=1e-6)
