@@ -39,11 +39,14 @@ def admit(
         length: positions of the prompt, at most P; None: P.
 
     Raises:
-        UserError: rows are not those of all layers, keys not those of all groups, one of them is
-            not as the geometry says, or the prompt does not fit the capacity.
+        UserError: there is no such row, rows are not those of all layers, keys not those of all
+            groups, one of them is not as the geometry says, or the prompt is longer than the
+            capacity.
     """
     geometry = cfg.geometry
     size, length = _sizes(cfg, rows, keys, length)
+    if isinstance(request, int) and not 0 <= request < cfg.requests:
+        raise UserError(f"there is no row {request}; there are {cfg.requests} requests")
     request = jnp.asarray(request, jnp.int32)
     checkify.debug_check(
         ~state.active[request], "row {} is taken: `leave` comes before `admit`", request

@@ -128,7 +128,7 @@ def attend(
     step: OpenStep,
     layer: Layer,
     row: Rows,
-    query: Float[Array, "R T H key"],
+    query: Float[Array, "..."],
     select: Choice | None = None,
 ) -> tuple[Attended, OpenStep]:
     """Keep the rows of the new tokens in one layer, and attend over the selected rows.
@@ -139,8 +139,8 @@ def attend(
             group that has selected; numbers outside of the group are not detected there.
         row: rows of the new tokens: MLA `[R, T, width]`; GQA keys `[R, T, heads, key]` and values
             `[R, T, heads, value]`.
-        query: queries; of MLA absorbed ones, as wide as a row. Query head h reads head
-            `h // (H / heads)` of the rows.
+        query: queries `[R, T, H, key]`; of MLA absorbed ones, as wide as a row. Query head h reads
+            head `h // (H / heads)` of the rows.
         select: what the first layer of a group selects, for all of it; None in the others.
 
     Returns:
@@ -151,8 +151,11 @@ def attend(
     Raises:
         UserError: the layer cannot come now, or an array is not as the geometry says.
     """
+    new = step.positions.shape
+    if query.ndim != 4 or query.shape[:2] != new:
+        raise UserError(f"queries have shape {query.shape}; it must be {(*new, 'heads', 'key')}")
     step, place = _enter(step, layer, select)
-    row = flat(step.cfg.geometry.row, row, step.positions.shape)
+    row = flat(step.cfg.geometry.row, row, new)
     attended, group = groups.attend(_group_of(step), step.cfg, step.group, place, row, query)
     wrong = step.wrong[..., None, None]
     values = jnp.where(wrong, jnp.nan, attended.values)

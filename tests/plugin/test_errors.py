@@ -37,6 +37,8 @@ GQA = RowFormat.gqa(2, 8, "float32")
         ({"row": jnp.zeros((2, 1, 11))}, r"rows have shape \(2, 1, 11\); .* \(2, 1, 12\)"),
         ({"row": jnp.zeros((2, 1, 12), jnp.bfloat16)}, "rows are bfloat16; .* float32: cast them"),
         ({"row": (jnp.zeros(1), jnp.zeros(1))}, "rows are one array of 12 numbers, not 2 arrays"),
+        ({"query": jnp.zeros((1, 1, 4, 12))}, r"queries have shape \(1, 1, 4, 12\); .* \(2, 1, 'h"),
+        ({"query": jnp.zeros((2, 4, 12))}, r"queries have shape \(2, 4, 12\)"),
         ({"query": jnp.zeros((2, 1, 4, 8))}, "a query has 8 numbers; rows have keys of 12"),
         ({"select": None}, "layer 0 is the first one of group 0; it must select"),
         ({"select": jnp.zeros((2, 1, 7), jnp.int32)}, "selects 7 positions; top_k is 6: raise it"),
@@ -88,6 +90,7 @@ def test_bytes_are_read():
     ("given", "message"),
     [
         ({"length": 5}, "a prompt without rows"),
+        ({"request": 2}, "there is no row 2; there are 2 requests"),
         ({"rows": [rows(jnp.arange(9), 0)] * 2}, "rows of 2 layers; layers_per_pool has 3"),
         ({"rows": [rows(jnp.arange(41), 0)] * 3}, "41 positions in 41 rows; the capacity is 40"),
         ({"rows": [rows(jnp.arange(9), 0)] * 3, "length": 10}, "10 positions in 9 rows"),
@@ -98,9 +101,9 @@ def test_bytes_are_read():
     ],
 )
 def test_a_prompt_that_does_not_fit(given, message):
-    cfg = sizes()
+    cfg, given = sizes(), {"request": 0} | given
     with pytest.raises(UserError, match=message):
-        jax.eval_shape(lambda state: plugin.admit(state, cfg, 0, **given), plugin.abstract(cfg))
+        jax.eval_shape(lambda state: plugin.admit(state, cfg, **given), plugin.abstract(cfg))
 
 
 @pytest.mark.parametrize(
