@@ -24,6 +24,7 @@ from rich.table import Table
 
 from bench.ops import (
     backup,
+    fp8_products,
     index_scores,
     plan,
     retrieve,
@@ -45,6 +46,7 @@ OPERATIONS: dict[str, Any] = {
     "index_scores": index_scores,
     "top_k": top_k,
     "sparse_attention": sparse_attention,
+    "fp8_products": fp8_products,
     "retrieve_attend": retrieve_attend,
 }
 

@@ -1,5 +1,7 @@
 """Pictures from results: `python -m bench.plots`, or with files of `dhisparse serve --json`.
 
+With `--decode-gpu` and a file of `bench.decode_gpu`, its pictures, beside it.
+
 Needs the `bench` extra.
 """
 
@@ -14,9 +16,9 @@ import typer
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from bench.decode_plots import COLOURS, decode_gpu
 from bench.record import RESULTS
 
-COLOURS = {"resident": "#7f7f7f", "fixed": "#d95f02", "adaptive": "#1b9e77"}
 DRAFT_COLOURS = ("#7570b3", "#e7298a", "#66a61e")
 
 
@@ -133,8 +135,14 @@ def main(
         typer.Argument(help="What `dhisparse serve --json` wrote. Default: committed results."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The picture of these files.")] = Path("serve.png"),
+    decode: Annotated[
+        Path | None, typer.Option("--decode-gpu", help="A result of bench.decode_gpu.")
+    ] = None,
 ) -> None:
     """Draw the committed results, or runs of `dhisparse serve`."""
+    if decode:
+        decode_gpu(decode)
+        return
     if files:
         served(files, out)
         return

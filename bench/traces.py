@@ -33,6 +33,7 @@ from rich.table import Table
 
 from bench.caches import POLICIES, simulate
 from bench.record import environment, write
+from dhisparse_jax.configs.workload import EDGES, EXPONENT, SHARES
 
 TAIL_BANDS = 12
 """The power law is drawn as so many uniform bands, each deeper one larger by the same factor."""
@@ -88,7 +89,7 @@ class Locality:
         return round(float(np.interp(-misses, -deeper, np.append(0, ends))))
 
 
-GLM_5_1 = Locality(edges=(1, 1.5, 2, 3, 4), shares=(0.70, 0.104, 0.062, 0.041, 0.026), exponent=0.6)
+GLM_5_1 = Locality(edges=EDGES, shares=SHARES, exponent=EXPONENT)
 """Calibrated to GLM-5.1, K = 2048; see the module."""
 
 

@@ -17,6 +17,7 @@ import typer
 from dhisparse_jax.cli.convert import convert
 from dhisparse_jax.cli.decode import decode
 from dhisparse_jax.cli.evaluate import evaluate
+from dhisparse_jax.cli.plan import plan
 from dhisparse_jax.cli.serve import serve
 from dhisparse_jax.cli.verify_hf import verify_hf
 from dhisparse_jax.errors import UserError
@@ -40,6 +41,7 @@ app.command()(decode)
 app.command()(evaluate)
 app.command()(convert)
 app.command()(serve)
+app.command()(plan)
 app.command("verify-hf")(verify_hf)
 
 

@@ -142,11 +142,32 @@ def make_engine(
     Raises:
         UserError: the pools do not fit into memory.
     """
-    from dhisparse_jax.config import HierarchyConfig, Policy
     from dhisparse_jax.engine.engine import Engine
-    from dhisparse_jax.engine.memory import default_hot_rows
     from dhisparse_jax.engine.pace import NO_LIMITS
     from dhisparse_jax.speculation import protocol
+
+    draft = draft or protocol.NO_DRAFT
+    return Engine(
+        loaded.model,
+        loaded.params,
+        config_for(loaded, options, requests, positions, queries),
+        draft=draft,
+        rule=rule_of(draft.drafter, auto),
+        steps=options.dispatch_steps or default_dispatch_steps(loaded.params),
+        limits=limits or NO_LIMITS,
+    )
+
+
+def config_for(
+    loaded: "LoadedModel", options: HierarchyOptions, requests: int, positions: int, queries: int
+) -> "HierarchyConfig":
+    """Sizes for the work at hand; see `make_engine`.
+
+    Raises:
+        UserError: as `host_pages`.
+    """
+    from dhisparse_jax.config import HierarchyConfig, Policy
+    from dhisparse_jax.engine.memory import default_hot_rows
 
     geometry = loaded.model.geometry
     rows = options.batch or min(requests, MOST_AT_ONCE)
@@ -164,20 +185,10 @@ def make_engine(
         host_page=geometry.whole * max(1, PAGE_POSITIONS // geometry.whole),
         record_selections=options.record,
     )
-    if options.host_memory is not None:
-        pages = host_pages(config, options.host_memory, positions)
-        config = dataclasses.replace(config, host_pages=pages)
-    draft = draft or protocol.NO_DRAFT
-    rule = rule_of(draft.drafter, auto)
-    return Engine(
-        loaded.model,
-        loaded.params,
-        config,
-        draft=draft,
-        rule=rule,
-        steps=options.dispatch_steps or default_dispatch_steps(loaded.params),
-        limits=limits or NO_LIMITS,
-    )
+    if options.host_memory is None:
+        return config
+    pages = host_pages(config, options.host_memory, positions)
+    return dataclasses.replace(config, host_pages=pages)
 
 
 def default_dispatch_steps(params: "Params") -> int:

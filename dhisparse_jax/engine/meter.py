@@ -58,7 +58,7 @@ class Meter:
         self._dispatches += 1
         if self._dispatches == 1 or self._byte_seconds == 0.0:
             return  # the first one compiles; without a link there is nothing to weigh
-        fetched = records.fetched.sum(axis=(0, 2)) @ self._record_bytes
+        fetched = float(np.asarray(records.fetched).sum(axis=(0, 2)) @ self._record_bytes)
         rest = max(seconds - fetched * self._byte_seconds, 0.0) / records.fetched.shape[0]
         first = self._dispatches == 2
         past = 0.0 if first else DECAY

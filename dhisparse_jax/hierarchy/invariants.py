@@ -184,8 +184,9 @@ def _pool_keys_equal_host(host: Host, cfg: HierarchyConfig, pool: int) -> bool:
 
 def _packed(keys: Host, width: int) -> np.ndarray:
     """Index keys as `host_keys` has them, [R, E, width]: all, so that one program packs them."""
-    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf.reshape(-1, *leaf.shape[2:])), keys)
     every = jax.tree.leaves(keys)[0].shape[:2]
+    rows = every[0] * every[1]  # said, since keys may have no numbers
+    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf.reshape(rows, *leaf.shape[2:])), keys)
     return np.asarray(packed_keys(flat, width)).reshape(*every, width)
 
 

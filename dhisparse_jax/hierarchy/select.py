@@ -14,7 +14,7 @@ from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import query_positions
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.ids import dropping
+from pallas_kernels.common.ids import NO_SLOT, dropping
 from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.top_k.api import top_k
 
@@ -28,11 +28,15 @@ class IndexInputs:
         weights: float32 weight of each indexer head, with `heads**-0.5 * index**-0.5` applied.
         keys: rotated index keys of the same tokens; with compression, of the records that they can
             complete. None: the records have theirs from the first selection of the group.
+        replayed: int32 positions that queries select in place of those that score best, ascending,
+            NO_SLOT fills up: what a recording or a trace says. The scores are computed all the
+            same. A query whose first one is NO_SLOT selects by its scores. None: all do.
     """
 
     queries: Float[Array, "R T heads index"]
     weights: Float[Array, "R T heads"]
     keys: Float[Array, "R E index"] | None
+    replayed: Int[Array, "R T K"] | None = None
 
 
 class Selection(NamedTuple):
@@ -72,7 +76,11 @@ def select(
     visible = jnp.where(sees, layout.complete(cfg, pool, positions + 1), 0)
     keys = state.pools[pool].index_keys
     scores = index_scores(index.queries, index.weights, keys, visible)
-    return best(cfg.geometry, pool, scores, visible, blocks)
+    found = best(cfg.geometry, pool, scores, visible, blocks)
+    if index.replayed is None:
+        return found
+    given = sees & (index.replayed[..., 0] != NO_SLOT)
+    return found._replace(records=jnp.where(given[..., None], index.replayed, found.records))
 
 
 def best(

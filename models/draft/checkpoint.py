@@ -28,6 +28,11 @@ def make_draft(config: DraftConfig, dtype: jnp.dtype | type, seed: int = 0) -> D
     return DraftModel(config, rngs=nnx.Rngs(seed), dtype=dtype)
 
 
+def abstract_model(config: DraftConfig, dtype: jnp.dtype | type) -> DraftModel:
+    """A draft with shapes in place of weights; nothing is allocated."""
+    return nnx.eval_shape(lambda: make_draft(config, dtype))
+
+
 def abstract_draft(config: DraftConfig) -> Nested:
     """Shapes and dtypes of a draft's nested weights; nothing is allocated."""
     return params_of(nnx.eval_shape(lambda: make_draft(config, jnp.float32)))

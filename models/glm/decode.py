@@ -20,6 +20,29 @@ from dhisparse_jax.models.glm.model import GlmModel
 from dhisparse_jax.models.history import in_basis, key_dtype, row_dtype, with_formats
 
 
+def geometry_of(config: GlmConfig, dtype: str) -> Geometry:
+    """What a model of these sizes needs of a hierarchy, computing in `dtype`."""
+    index = config.index_format
+    return Geometry(
+        row=_row_of(config, dtype),
+        layers_per_pool=tuple(len(group) for group in config.groups),
+        top_k=config.index_top_k,
+        index_width=config.index_dim,
+        index_dtype=key_dtype(index, dtype),
+        scale=config.attention_scale,
+        index_power_scales=index == FP8 and config.power_scales,
+    )
+
+
+def _row_of(config: GlmConfig, dtype: str) -> RowFormat:
+    if config.kv_format == FP8:
+        return RowFormat.fp8(
+            config.kv_lora_rank, config.qk_rope_dim, power_scales=config.power_scales
+        )
+    stored = row_dtype(config.kv_format, dtype)
+    return RowFormat(width=config.row_dim, value_width=config.kv_lora_rank, dtype=stored)
+
+
 @dataclasses.dataclass(frozen=True)
 class GlmServed:
     """A GLM model as pure functions of its weights.
@@ -37,27 +60,7 @@ class GlmServed:
     @property
     def geometry(self) -> Geometry:
         """One pool per selection group; a row is the latent and the rotated key of one token."""
-        config = self.config
-        index = config.index_format
-        return Geometry(
-            row=self._row,
-            layers_per_pool=tuple(len(group) for group in config.groups),
-            top_k=config.index_top_k,
-            index_width=config.index_dim,
-            index_dtype=key_dtype(index, self.dtype),
-            scale=config.attention_scale,
-            index_power_scales=index == FP8 and config.power_scales,
-        )
-
-    @property
-    def _row(self) -> RowFormat:
-        config = self.config
-        if config.kv_format == FP8:
-            return RowFormat.fp8(
-                config.kv_lora_rank, config.qk_rope_dim, power_scales=config.power_scales
-            )
-        dtype = row_dtype(config.kv_format, self.dtype)
-        return RowFormat(width=config.row_dim, value_width=config.kv_lora_rank, dtype=dtype)
+        return geometry_of(self.config, self.dtype)
 
     @property
     def context(self) -> int:

@@ -6,13 +6,14 @@ losses (`models.train.losses`) without repeating the loop.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dhisparse_jax.model import Params
 from dhisparse_jax.models.glm.attend import (
     CausalBackend,
     causal_attention,
@@ -223,8 +224,8 @@ def forward(
 
 @partial(jax.jit, static_argnums=(0, 3))
 def served_logits(
-    graph: Any,  # noqa: ANN401  # of a `GlmModel`, as `nnx.split` gives it
-    params: nnx.State,
+    graph: nnx.GraphDef[GlmModel],
+    params: Params,
     tokens: Int[Array, "batch s"],
     chunk: int = DEFAULT_CHUNK,
 ) -> Float[Array, "batch s vocab"]:

@@ -1,11 +1,16 @@
 """Index scores: how relevant every position of the history is to every query."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.index_scores import mosaic, reference, triton
 from pallas_kernels.index_scores.types import Keys
+
+# Traced and lowered once for all groups of layers: see `sparse_attention.api`.
+_mosaic = jax.jit(mosaic.index_scores)
+_triton = jax.jit(triton.index_scores)
 
 
 def index_scores(
@@ -44,8 +49,8 @@ def index_scores(
     refusal = kernel.supports(queries, keys)
     match resolve("index_scores", backend, refusal=refusal, kernel=name):
         case "mosaic":
-            return mosaic.index_scores(queries, weights, keys, visible)
+            return _mosaic(queries, weights, keys, visible)
         case "triton":
-            return triton.index_scores(queries, weights, keys, visible)
+            return _triton(queries, weights, keys, visible)
         case _:
             return reference.index_scores(queries, weights, keys, visible)

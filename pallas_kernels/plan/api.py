@@ -1,8 +1,13 @@
 """Plan: look-up, deduplication and victim choice. Integers only, no record is touched."""
 
+import jax
+
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.plan import reference, triton
 from pallas_kernels.plan.types import PlanInput, PlanResult, PlanTables
+
+# Traced and lowered once for all groups of layers: see `sparse_attention.api`.
+_triton = jax.jit(triton.plan, static_argnames="page_slots")
 
 
 def plan(
@@ -39,6 +44,6 @@ def plan(
     refusal = triton.supports(*tables.slot_of.shape)
     match resolve("plan", backend, refusal=refusal):
         case "triton":
-            return triton.plan(wanted, tables, page_slots=page_slots)
+            return _triton(wanted, tables, page_slots=page_slots)
         case _:
             return reference.plan(wanted, tables, page_slots=page_slots)

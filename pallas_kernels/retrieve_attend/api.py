@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +12,11 @@ from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.retrieve.api import check_pools
 from pallas_kernels.retrieve.types import Fetches, Moves
 from pallas_kernels.retrieve_attend import mosaic, reference
+
+# Traced and lowered once for all groups of layers: see `sparse_attention.api`.
+_mosaic = jax.jit(
+    mosaic.retrieve_attend, static_argnames=("offset", "row_format", "value_width", "scale")
+)
 
 
 class Attention(NamedTuple):
@@ -75,7 +81,7 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
     refusal = mosaic.supports(attention.query, slots, **options)
     match resolve("retrieve_attend", backend, refusal=refusal):
         case "mosaic":
-            run = mosaic.retrieve_attend
+            run = _mosaic
         case _:
             run = partial(reference.retrieve_attend, backend=backend)
     return run(host, slots, fetches, attention, moves, scale=scale, **options)

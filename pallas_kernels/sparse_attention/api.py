@@ -1,11 +1,18 @@
 """Sparse attention over slots."""
 
+import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.sparse_attention import mosaic, reference
+
+# Traced and lowered once for all calls with operands of the same shapes: a model of 78 layers has
+# as many calls, and each takes a second.
+_mosaic = jax.jit(
+    mosaic.sparse_attention, static_argnames=("offset", "row_format", "value_width", "scale")
+)
 
 
 def sparse_attention(  # noqa: PLR0913  # what it reads, and how it reads it
@@ -54,6 +61,6 @@ def sparse_attention(  # noqa: PLR0913  # what it reads, and how it reads it
     refusal = mosaic.supports(query, slots, **options)
     match resolve("sparse_attention", backend, refusal=refusal):
         case "mosaic":
-            return mosaic.sparse_attention(query, slots, location, sinks, scale=scale, **options)
+            return _mosaic(query, slots, location, sinks, scale=scale, **options)
         case _:
             return reference.sparse_attention(query, slots, location, sinks, scale=scale, **options)

@@ -1,9 +1,13 @@
 """Exact top-K selection."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.top_k import reference, triton
+
+# Traced and lowered once for all groups of layers: see `sparse_attention.api`.
+_triton = jax.jit(triton.top_k, static_argnums=1)
 
 
 def top_k(
@@ -23,6 +27,6 @@ def top_k(
     refusal = triton.supports(scores.shape[2], k)
     match resolve("top_k", backend, refusal=refusal):
         case "triton":
-            return triton.top_k(scores, k)
+            return _triton(scores, k)
         case _:
             return reference.top_k(scores, k)

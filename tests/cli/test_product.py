@@ -85,6 +85,19 @@ def test_deepseek_v32_is_what_transformers_computes(run, policy, split, queries)
     assert (result.last_json["fetched_rows"] > 0) is (policy != "resident")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("split", "queries", "policy"), [(30, 1, "adaptive"), (5, 4, "fixed"), (49, 1, "resident")]
+)
+def test_deepseek_v41_is_what_the_numpy_model_computes(run, policy, split, queries):
+    result = run(
+        "verify-hf", FIXTURES / "deepseek_v41_tiny", "--policy", policy, "--split", split,
+        "--queries", queries, "--hot-rows", 2,
+    )  # fmt: skip
+    assert result.code == 0, result.last_json
+    assert "3 tensors are of parts of the model that are not used" in result.err
+
+
 def test_fp8_history_is_near_the_reference(run):
     """With its format's error and no other: too much for the tolerance of float32."""
     folder = FIXTURES / "deepseek_v32_tiny"

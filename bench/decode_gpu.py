@@ -1,0 +1,150 @@
+"""One decode GPU of a deployment: GLM-5.3 at real per-GPU shapes, policies, drafts and loads.
+
+The step is the library's own (`dhisparse_jax.step.decode_step`), with its hierarchy and kernels,
+over one GPU's share of the model (`bench.shard_model`). What is executed and what is modelled is
+said at the top of every result. Layers are unrolled, since a loop over stacked weights copies each
+layer's slice.
+
+    python -m bench.decode_gpu --model glm-5.3 --json decode_gpu.json
+    python -m bench.decode_gpu --cells fixed,adaptive --loads 4,8,16,32,48,64 --json sweep.json
+    python -m bench.decode_gpu --cells resident,adaptive --loads 1,2,4 --json low.json
+    python -m bench.decode_gpu --model tiny --context 512 --loads 2 --steps 4   # anywhere
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+
+from bench.record import environment, save, write
+from bench.replayed import survival_for
+from bench.roofline import Floors, measure_floors
+from bench.shard_memory import account
+from bench.shard_report import console, ratios, said, table_of, tell
+from bench.shard_run import Plan
+from bench.shard_session import Asked, Planned, Session, planned
+from bench.shard_sweep import bounded, compared_with_resident, row_of
+from dhisparse_jax.configs.gpus import Rates
+from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL
+from dhisparse_jax.models.glm.memory import Account
+
+CELLS = ("resident", "fixed", "adaptive", "fixed_dflash2", "adaptive_dflash2")
+
+DISABLED = "--xla_disable_hlo_passes=rematerialization"
+"""Weights fill the memory, which makes XLA compute things twice to save what is left."""
+
+HOST_SHARE = 0.8
+"""Of the limit of pinned memory: its allocator doubles, and loses what it splits."""
+
+
+def main(  # noqa: PLR0913  # a command's options
+    model: Annotated[str, typer.Option(help="Preset: glm-5.3, or tiny.")] = "glm-5.3",
+    cells: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CELLS),
+    loads: Annotated[str, typer.Option(help="Requests on this GPU, comma-separated.")] = "16",
+    tpot_ms: Annotated[
+        str, typer.Option(help="Bounds in ms, beside what each cell has at its own best.")
+    ] = "",
+    accept_length: Annotated[
+        float | None, typer.Option(help="Tokens per step; default: of the published profile.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Positions of each when it starts.")] = 100_000,
+    steps: Annotated[int, typer.Option(help="Timed steps per cell.")] = 24,
+    warm: Annotated[int, typer.Option(help="Steps before them.")] = 12,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs that share the experts.")] = 8,
+    hbm_gb: Annotated[float | None, typer.Option(help="Device memory; default: all.")] = None,
+    host_gb: Annotated[int, typer.Option(help="Limit of pinned memory, GiB.")] = 110,
+    profile: Annotated[int, typer.Option(help="Steps profiled per cell.")] = 2,
+    expert_kernel: Annotated[str, typer.Option(help="reference (XLA) or triton.")] = "reference",
+    jobs: Annotated[int, typer.Option(help="Programs compiled at the same time.")] = 4,
+    json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
+) -> None:
+    """Measure the cells, one after the other, over the same weights and host pools."""
+    _prepare(host_gb)
+    asked = Asked(
+        model=model,
+        cells=tuple(cells.split(",")),
+        loads=tuple(map(int, loads.split(","))),
+        context=context,
+        plan=Plan(warm, steps, profile),
+        layers=layers,
+        gpus=gpus,
+        expert_backend=expert_kernel,  # type: ignore[arg-type]  # checked where it is used
+        survival=PUBLISHED_SURVIVAL if accept_length is None else survival_for(accept_length),
+        device_bytes=1e9 * (hbm_gb or _device_gb()),
+        host_bytes=HOST_SHARE * host_gb * 2**30,
+    )
+    floors, every = _floors(model), planned(asked)
+    document: dict[str, Any] = {
+        "bench": "decode_gpu",
+        **environment(),
+        **said(asked, every, floors),
+        "memory_gb": {_label(each): _gb(account(each.setup, each.cell)) for each in every},
+        "cells": {},
+        "sweep": [],
+    }
+    console.print_json(data={key: document[key] for key in ("executed", "modelled", "memory_gb")})
+    bounds = [float(each) for each in tpot_ms.split(",") if each]
+    _measure(document, Session(asked, every, jobs, _rates(floors)), bounds, json)
+    console.print(table_of(document["sweep"]))
+    write(document, json)
+
+
+def _measure(
+    document: dict[str, Any], session: Session, bounds: list[float], json: Path | None
+) -> None:
+    """Run the cells, and write the result after each."""
+    document["seconds"] = dict(session.seconds)
+    begin = time.perf_counter()
+    for each, figures in session.run():
+        document["cells"].setdefault(each.cell.name, figures)  # at the first load
+        document["sweep"].append(row_of(each.load, each.cell.name, figures))
+        document |= {
+            "ratios": ratios(document["cells"]),
+            "bounds": bounded(document["sweep"], bounds),
+            "low_load": compared_with_resident(document["sweep"]),
+        }
+        document["seconds"][_label(each)] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        save(document, json)
+        tell(_label(each), figures)
+
+
+def _prepare(host_gb: int) -> None:
+    """Settings that JAX reads when it starts; what is set already stays."""
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gb))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DISABLED not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {DISABLED}".strip()
+
+
+def _label(each: Planned) -> str:
+    return f"{each.cell.name} at {each.load}"
+
+
+def _device_gb() -> float:
+    stats = jax.devices()[0].memory_stats() or {}
+    return float(stats.get("bytes_limit", 8e9)) / 1e9
+
+
+def _floors(model: str) -> Floors:
+    small = {"copy_bytes": 1 << 24, "side": 256} if model == "tiny" else {}
+    return measure_floors(5, **small)
+
+
+def _rates(floors: Floors) -> Rates:
+    return Rates(
+        hbm=1e9 * floors.hbm_gbps, link=1e9 * floors.h2d_gbps, flops=1e12 * floors.bf16_tflops
+    )
+
+
+def _gb(each: Account) -> dict[str, float]:
+    return {kind: round(size / 1e9, 3) for kind, size in each.bytes.items()}
+
+
+if __name__ == "__main__":
+    typer.run(main)

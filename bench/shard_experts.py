@@ -1,0 +1,86 @@
+"""The experts of one GPU's share: which tokens each gets, and running them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from bench.shard_products import activated, along_last, wide_product
+from bench.shard_weights import Mlp, Moe, mixed
+from dhisparse_jax.configs.glm import GlmConfig
+from pallas_kernels.common.backends import Backend
+from pallas_kernels.fp8_products.api import fp8_products
+from pallas_kernels.fp8_products.triton import MOST_ROWS
+
+SPREAD = 5.5
+"""Standard deviations above its mean load for which an expert has room."""
+
+ROOM_UNIT = 16
+"""Rows of an expert come in multiples of it: those of a tile of the matrix units."""
+
+
+def route(
+    config: GlmConfig, moe: Moe, x: Float[Array, "R T D"]
+) -> tuple[Int[Array, "R T chosen"], Float[Array, "R T chosen"]]:
+    """Experts of every token and the weights of their outputs, as `models.glm.moe.Router`."""
+    scores = jax.nn.sigmoid(wide_product(x, moe.router))
+    _, expert = jax.lax.top_k(scores + along_last(moe.bias, scores.ndim), config.experts_per_token)
+    weight = jnp.take_along_axis(scores, expert, axis=-1)
+    weight = weight / (weight.sum(axis=-1, keepdims=True) + 1e-20)
+    return expert, weight * config.routed_scale
+
+
+def uniform_picks(
+    positions: Int[Array, "R T"], layer: int, picks: int, experts: int
+) -> Int[Array, "R T picks"]:
+    """Random experts, another draw for every request, position, layer and pick."""
+    request = jnp.arange(positions.shape[0], dtype=jnp.uint32)[:, None, None]
+    pick = jnp.arange(picks, dtype=jnp.uint32)[None, None]
+    where = positions.astype(jnp.uint32)[..., None] * jnp.uint32(4096) + request
+    word = mixed(where ^ mixed(pick * jnp.uint32(1024) + jnp.uint32(layer + 1)))
+    return (word >> 8).astype(jnp.int32) % experts
+
+
+def expert_room(pairs: int, experts: int) -> int:
+    """Rows for each expert: more than `SPREAD` standard deviations of its load above the mean.
+
+    A power of two, as far as the kernel needs one.
+    """
+    mean = pairs / experts
+    most = min(pairs, math.ceil(mean + SPREAD * math.sqrt(mean)))
+    room = -(-most // ROOM_UNIT) * ROOM_UNIT
+    return 1 << (room - 1).bit_length() if room <= MOST_ROWS else room
+
+
+def run_experts(
+    experts: Mlp,
+    x: Float[Array, "n D"],
+    expert: Int[Array, "n picks"],
+    weight: Float[Array, "n picks"],
+    backend: Backend,
+) -> Float[Array, "n D"]:
+    """The weighted sum of the picked experts' outputs.
+
+    Every expert gets `expert_room` rows, and its picks in the order of the tokens. What finds no
+    room is left out: less than one pick in a thousand steps of 75 layers.
+    """
+    count, picks = experts.down.numbers.shape[0], expert.shape[1]
+    room = expert_room(expert.size, count)
+    flat = expert.reshape(-1)
+    mine = flat[:, None] == jnp.arange(count, dtype=jnp.int32)[None]
+    rank = jnp.where(mine, jnp.cumsum(mine, axis=0, dtype=jnp.int32) - 1, 0).sum(axis=1)
+    place = jnp.where(rank < room, flat * room + rank, count * room)
+    token = jnp.arange(flat.shape[0], dtype=jnp.int32) // picks
+    source = jnp.zeros(count * room, jnp.int32).at[place].set(token, mode="drop")
+    rows = _gathered(x, source).reshape(count, room, -1)
+    run = lambda x, matrix: fp8_products(x, matrix.numbers, matrix.scale, backend=backend)
+    done = run(activated(run(rows, experts.gate_up)), experts.down)
+    found = _gathered(done.reshape(count * room, -1), jnp.minimum(place, count * room - 1))
+    factor = jnp.where(rank < room, weight.reshape(-1), 0.0)
+    found = (found.astype(jnp.float32) * factor[:, None]).reshape(*expert.shape, -1)
+    return found.sum(axis=1).astype(x.dtype)
+
+
+def _gathered(rows: Shaped[Array, "n D"], at: Int[Array, " m"]) -> Shaped[Array, "m D"]:
+    return rows.at[at].get(mode="promise_in_bounds")

@@ -1,0 +1,232 @@
+"""One GPU's share of GLM-5.x as a served model: real shapes, random weights, replayed choices.
+
+Of G decode GPUs with data-parallel attention and expert parallelism, one runs attention and dense
+parts for its own requests, and its experts for tokens of all. Two choices are replayed, since
+random weights choose unlike trained ones:
+
+selections  come from calibrated traces (`bench.traces`); the indexer's scores and their top-K are
+            computed, and not used.
+experts     Every token of this GPU has its `experts_per_token` picks, drawn uniformly from the
+            experts on this GPU; they stand for as many picks that the tokens of all GPUs send here.
+            So the load of an expert is binomial with the mean that G times as many tokens over G
+            times as many experts have. The router runs, and its weights are used.
+
+What goes between GPUs (the all-to-all of the experts) is left out. A runtime flag says whether
+choices are replayed, so nothing that is computed can be left out by a compiler.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from bench.shard_experts import route, run_experts, uniform_picks
+from bench.shard_products import along_last, gated, per_head, rms_norm, times, wide_product
+from bench.shard_weights import Indexer, Layer, Mlp, Moe, Weights
+from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.geometry import Geometry
+from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Ran
+from dhisparse_jax.models.glm.decode import geometry_of
+from dhisparse_jax.models.glm.norms import normalised
+from dhisparse_jax.models.glm.rope import rotate, rotate_first
+from dhisparse_jax.models.history import in_basis
+from dhisparse_jax.pytree import state as pytree
+from pallas_kernels.common.backends import Backend
+from pallas_kernels.common.ids import NO_SLOT
+
+CERTAIN = 1e9
+"""What is added to the logit of the token that the target must choose."""
+
+
+@pytree
+class Replay:
+    """What is replayed.
+
+    Attributes:
+        on: whether anything is.
+        selections: int32 ascending; row i of a trace is what position `history + i` selects.
+        trace: which trace each pool and request follows.
+        history: positions before the first row of the traces.
+        text: tokens that the target chooses at each query.
+    """
+
+    on: Bool[Array, ""]
+    selections: Int[Array, "traces rows K"]
+    trace: Int[Array, "pools R"]
+    history: Int[Array, ""]
+    text: Int[Array, "R T"]
+
+
+@pytree
+class ShardParams:
+    """Weights, and what is replayed."""
+
+    weights: Weights
+    replay: Replay
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardModel:
+    """A share of a GLM model; see `dhisparse_jax.model.ServedModel`.
+
+    Attributes:
+        config: sizes of the whole model.
+        experts: routed experts per layer on this GPU.
+        expert_backend: implementation of `fp8_products` that runs them.
+        dtype: of the computation.
+    """
+
+    config: GlmConfig
+    experts: int
+    expert_backend: Backend = "reference"
+    dtype: str = "bfloat16"
+
+    @property
+    def geometry(self) -> Geometry:
+        """That of the whole model: attention is data-parallel."""
+        return geometry_of(self.config, self.dtype)
+
+    @property
+    def context(self) -> int:
+        """Most positions the model can use."""
+        return self.config.context
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    def embed(self, params: ShardParams, tokens: Int[Array, "R T"]) -> Float[Array, "R T D"]:
+        """Token embeddings."""
+        return params.weights.embedding[tokens].astype(self.dtype)
+
+    def logits(self, params: ShardParams, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+        """Final norm and head; the replayed token is by far the best."""
+        x = rms_norm(x, params.weights.norm, self.config.norm_eps)
+        logits = jnp.matmul(x, params.weights.head, preferred_element_type=jnp.float32)
+        token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
+        chosen = params.replay.on & (token == params.replay.text[..., None])
+        return logits + jnp.where(chosen, CERTAIN, 0.0)
+
+    def run_group(
+        self,
+        params: ShardParams,
+        pool: int,
+        x: Float[Array, "R T D"],
+        positions: Int[Array, "R T"],
+        open_group: OpenFn[Opened],
+        attend: AttendFn[Opened],
+        taps: tuple[int, ...] = (),
+        beside: Beside | None = None,
+    ) -> Ran[Opened]:
+        """All layers of one selection group; the first one has the indexer."""
+        config, replay = self.config, params.replay
+        opened: Any = None
+        tapped = []
+        for place, number in enumerate(config.groups[pool]):
+            layer = params.weights.layers[number]
+            normed = rms_norm(x, layer.norms[0], config.norm_eps)
+            with jax.named_scope("project"):
+                query, row, q_lora = project(config, layer, normed, positions)
+            if place == 0:
+                with jax.named_scope("indexer"):
+                    index = index_inputs(config, layer.indexer, normed, q_lora, positions)
+                    index = in_basis(index, self.geometry)
+                    index = dataclasses.replace(index, replayed=replayed(replay, pool, positions))
+                opened = open_group(index)
+            attended, opened = attend(opened, place, row, query)
+            with jax.named_scope("combine"):
+                x = x + combine(layer, attended.values)
+            normed = rms_norm(x, layer.norms[1], config.norm_eps)
+            x = x + self._mlp(layer.mlp, normed, positions, number, replay)
+            if place in taps:
+                tapped.append(x)
+        return Ran(x, tuple(tapped), opened)
+
+    def _mlp(
+        self,
+        mlp: Mlp | Moe,
+        x: Float[Array, "R T D"],
+        positions: Int[Array, "R T"],
+        layer: int,
+        replay: Replay,
+    ) -> Float[Array, "R T D"]:
+        if isinstance(mlp, Mlp):
+            with jax.named_scope("dense"):
+                return gated(mlp, x)
+        with jax.named_scope("shared"):
+            shared = gated(mlp.shared, x)
+        with jax.named_scope("router"):
+            expert, weight = route(self.config, mlp, x)
+            drawn = uniform_picks(positions, layer, expert.shape[-1], self.experts)
+            expert = jnp.where(replay.on, drawn, expert % self.experts)
+        with jax.named_scope("experts"):
+            flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
+            routed = run_experts(
+                mlp.experts, flat(x), flat(expert), flat(weight), self.expert_backend
+            )
+        return shared + routed.reshape(x.shape)
+
+
+def replayed(replay: Replay, pool: int, positions: Int[Array, "R T"]) -> Int[Array, "R T K"]:
+    """What the queries at these positions select; NO_SLOT where nothing is replayed."""
+    row = jnp.clip(positions - replay.history, 0, replay.selections.shape[1] - 1)
+    chosen = replay.selections[replay.trace[pool][:, None], row]
+    return jnp.where(replay.on, chosen, NO_SLOT)
+
+
+def project(
+    config: GlmConfig, layer: Layer, x: Float[Array, "R T D"], positions: Int[Array, "R T"]
+) -> tuple[Float[Array, "R T H row"], Float[Array, "R T row"], Float[Array, "R T q_lora"]]:
+    """Absorbed queries, the row to keep, and the query latent."""
+    eps, latent, rank = config.latent_norm_eps, config.kv_lora_rank, config.q_lora_rank
+    both = times(x, layer.latents)
+    q_lora = rms_norm(both[..., :rank], layer.query_norm, eps)
+    turn = lambda part, at: rotate(part, at, theta=config.rope_theta, yarn=config.yarn)
+    rope = turn(both[..., rank + latent :], positions)
+    row = jnp.concatenate(
+        (rms_norm(both[..., rank : rank + latent], layer.row_norm, eps), rope), axis=-1
+    )
+    heads = times(q_lora, layer.queries).reshape(*x.shape[:2], config.num_heads, -1)
+    absorbed = per_head(heads[..., : config.qk_nope_dim], layer.to_latent)
+    turned = turn(heads[..., config.qk_nope_dim :], positions[..., None])
+    return jnp.concatenate((absorbed, turned), axis=-1), row, q_lora
+
+
+def combine(layer: Layer, attended: Float[Array, "R T H latent"]) -> Float[Array, "R T D"]:
+    """Residual update from the attended latents."""
+    values = per_head(attended, layer.from_latent)
+    return times(values.reshape(*values.shape[:2], -1), layer.out)
+
+
+def index_inputs(
+    config: GlmConfig,
+    indexer: Indexer | None,
+    x: Float[Array, "R T D"],
+    q_lora: Float[Array, "R T q_lora"],
+    positions: Int[Array, "R T"],
+) -> IndexInputs:
+    """What the indexer says of the new tokens."""
+    assert indexer is not None  # every group starts with a layer that has one
+    turn = lambda part, at: rotate_first(
+        part,
+        at,
+        config.qk_rope_dim,
+        theta=config.rope_theta,
+        style=config.index_rope_style,
+        yarn=config.yarn,
+    )
+    heads = times(q_lora, indexer.queries).reshape(*x.shape[:2], config.index_heads, -1)
+    key = times(x, indexer.keys).astype(jnp.float32)
+    key = key - key.mean(axis=-1, keepdims=True)
+    weight, bias = indexer.key_norm.astype(jnp.float32)
+    key = normalised(key, config.index_norm_eps) * along_last(weight, 3)
+    key = (key + along_last(bias, 3)).astype(x.dtype)
+    factor = (config.index_heads * config.index_dim) ** -0.5
+    weights = wide_product(x, indexer.heads) * factor
+    return IndexInputs(
+        queries=turn(heads, positions[..., None]), weights=weights, keys=turn(key, positions)
+    )

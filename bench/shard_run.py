@@ -1,0 +1,156 @@
+"""Running a cell: warm-up, timed steps, a profile, and what came of it."""
+
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from bench.shard_cells import Cell, decode_state, no_profile
+from bench.shard_compile import Program
+from bench.shard_figures import figures_of, reached
+from bench.shard_load import Loaded
+from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
+from bench.stages import by_stage, profiled
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.configs.gpus import Rates
+from dhisparse_jax.engine.output import places, unpacked
+from dhisparse_jax.step import DecodeState, StepOutput
+
+
+class Plan(NamedTuple):
+    """How long a cell runs.
+
+    Attributes:
+        warm: steps before the clock starts; caches settle and adaptive residency learns.
+        steps: timed.
+        profiled: after them, with a profile.
+    """
+
+    warm: int
+    steps: int
+    profiled: int
+
+    @property
+    def total(self) -> int:
+        """Steps of a cell."""
+        return self.warm + self.steps + self.profiled
+
+
+class Common(NamedTuple):
+    """What all cells have in common.
+
+    Attributes:
+        patterns: what pools repeat.
+        history: positions of every request.
+        plan: how long a cell runs.
+        rates: measured on this machine.
+    """
+
+    patterns: list[Pattern]
+    history: int
+    plan: Plan
+    rates: Rates
+
+
+class Ran(NamedTuple):
+    """What a cell gives: its figures, and the host pools for the next one."""
+
+    figures: dict[str, Any]
+    hosts: list[HostPool]
+
+
+class _Stepper:
+    """Dispatches steps, one ahead of the outputs that are read."""
+
+    def __init__(
+        self, loaded: Loaded, cfg: HierarchyConfig, program: Program, state: DecodeState
+    ) -> None:
+        device = SingleDeviceSharding(jax.devices()[0])
+        self.state = state
+        self.outputs: list[StepOutput] = []
+        self._step = program.step
+        self._params = jax.tree.leaves(loaded.params), loaded.draft_params
+        self._profile = jax.device_put(no_profile(cfg), device)
+        self._free = deque(jax.device_put(places(cfg, 1), device))
+
+    def advance(self, count: int) -> float:
+        """Seconds that so many steps take."""
+        begin, pending = time.perf_counter(), deque()
+        for _ in range(count):
+            place = self._free.popleft()
+            self.state, out = self._step(*self._params, self._profile, self.state, place)
+            pending.append(out)
+            if len(pending) > 1:
+                self._read(pending.popleft())
+        while pending:
+            self._read(pending.popleft())
+        return time.perf_counter() - begin
+
+    def _read(self, out: Any) -> None:  # noqa: ANN401  # a packed output
+        self.outputs.append(unpacked(out))
+        self._free.append(out)
+
+
+def run_cell(
+    loaded: Loaded, cell: Cell, program: Program, hosts: list[HostPool], common: Common
+) -> Ran:
+    """Run a cell over host pools that it uses up and gives back."""
+    setup, cfg, plan = loaded.setup, loaded.setup.config(cell), common.plan
+    text = loaded.params.replay.text
+    begin = time.perf_counter()
+    hierarchy = warm_state(cfg, common.patterns, hosts, common.history)
+    state = decode_state(cfg, setup.drafter, hierarchy, text, common.history)
+    jax.block_until_ready(state)
+    admitted = time.perf_counter() - begin
+    stepper = _Stepper(loaded, cfg, program, state)
+    del hierarchy, state  # the first step is given their memory
+    stepper.advance(plan.warm)
+    halves = [count for count in (plan.steps - plan.steps // 2, plan.steps // 2) if count]
+    seconds = [stepper.advance(count) for count in halves]
+    timed = stepper.outputs[plan.warm :]
+    kernels = profiled(lambda: stepper.advance(plan.profiled)) if plan.profiled else {}
+    figures: dict[str, Any] = {
+        "requests": cell.requests,
+        "context": common.history,
+        "policy": cell.policy.value,
+        "draft": cell.draft,
+        "hot_rows": cfg.hot_slots(0),
+        **figures_of(loaded, cell, timed, sum(seconds), common.history, common.rates),
+        "step_ms_halves": [1e3 * s / n for s, n in zip(seconds, halves, strict=True)],
+        **_stages(kernels, program.scopes, max(plan.profiled, 1)),
+        "hbm_gb": _used_gb(),
+        "compile_s": program.seconds,
+        "state_s": admitted,
+        "tokens_as_replayed": all(
+            bool((output.tokens[0] == np.asarray(text)).all()) for output in stepper.outputs
+        ),
+    }
+    figures["reached"] = reached(figures["floor_stages_ms"], figures["stages_ms"])
+    return Ran(figures, hosts_of(stepper.state.hierarchy))
+
+
+def _stages(
+    kernels: dict[str, tuple[float, int]], scopes: dict[str, str], steps: int
+) -> dict[str, Any]:
+    """Milliseconds of a step by stage and by kernel, longest first."""
+    stages = {stage: 1e3 * spent / steps for stage, spent in by_stage(kernels, scopes).items()}
+    return {
+        "stages_ms": dict(sorted(stages.items(), key=lambda item: -item[1])),
+        "kernels_ms": top_kernels(kernels, steps),
+    }
+
+
+def top_kernels(
+    kernels: dict[str, tuple[float, int]], steps: int, count: int = 25
+) -> list[list[Any]]:
+    """The kernels that take longest: name, milliseconds and calls per step."""
+    order = sorted(kernels.items(), key=lambda item: -item[1][0])[:count]
+    return [[name[:60], 1e3 * spent / steps, calls / steps] for name, (spent, calls) in order]
+
+
+def _used_gb() -> float:
+    stats = jax.devices()[0].memory_stats() or {}
+    return float(stats.get("bytes_in_use", 0)) / 1e9

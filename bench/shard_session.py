@@ -1,0 +1,189 @@
+"""A run of the decode benchmark: which cells at which loads, compiled, over one set of weights."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from bench.replayed import selections
+from bench.shard_cells import Cell
+from bench.shard_compile import Program, compile_step
+from bench.shard_load import Loaded, load
+from bench.shard_memory import fitted
+from bench.shard_run import Common, Plan, run_cell
+from bench.shard_setup import HOST_PAGE, Setup, abstract_setup, capacity_of, host_requests
+from bench.shard_state import host_pools, patterns
+from bench.shard_weights import random_weights
+from dhisparse_jax.config import Policy
+from dhisparse_jax.configs.gpus import Rates
+from pallas_kernels.common.backends import Backend
+
+SPARE_TRACES = 16
+"""At least so many different texts are replayed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a run is asked for.
+
+    Attributes:
+        model: name of a preset.
+        cells: names, such as `adaptive_dflash2`.
+        loads: requests on this GPU at the same time, one load after the other.
+        context: positions of each request when it starts.
+        plan: how long each cell runs.
+        layers: only so many; None: all.
+        gpus: that share the experts.
+        expert_backend: implementation of `fp8_products`.
+        survival: acceptance profile of the drafts.
+        device_bytes: of device memory.
+        host_bytes: of pinned memory.
+    """
+
+    model: str
+    cells: tuple[str, ...]
+    loads: tuple[int, ...]
+    context: int
+    plan: Plan
+    layers: int | None
+    gpus: int
+    expert_backend: Backend
+    survival: tuple[float, ...]
+    device_bytes: float
+    host_bytes: float
+
+    @property
+    def room(self) -> int:
+        """Positions by which a request may grow."""
+        return self.plan.total * 8 + 16
+
+    def setup(self, draft: str, requests: int) -> Setup:
+        """Shapes of everything at a load."""
+        return abstract_setup(
+            self.model,
+            layers=self.layers,
+            context=self.context,
+            room=self.room,
+            draft=draft,
+            requests=requests,
+            traces=max(SPARE_TRACES, *self.loads),
+            gpus=self.gpus,
+            expert_backend=self.expert_backend,
+            host_pages=self.host_requests * (self.capacity // HOST_PAGE),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a request at most."""
+        return capacity_of(self.context, self.room)
+
+    @property
+    def host_requests(self) -> int:
+        """Requests whose histories host memory holds, at most as many as there will be."""
+        held = host_requests(self.model, self.layers, self.capacity, self.host_bytes)
+        return max(1, min(max(self.loads), held))
+
+
+class Planned(NamedTuple):
+    """A cell at a load.
+
+    Attributes:
+        load: requests that there are; those beyond `cell.requests` wait.
+        cell: as large as memory lets it be.
+        setup: its shapes.
+    """
+
+    load: int
+    cell: Cell
+    setup: Setup
+
+
+def draft_of(name: str) -> str:
+    """`adaptive_dflash2` has the draft `dflash2`."""
+    _, _, draft = name.partition("_")
+    return draft or "none"
+
+
+def planned(asked: Asked) -> list[Planned]:
+    """All cells at all loads: those of one draft together, then those of one load."""
+    found = [
+        (draft_of(name), _sized(name, asked.setup(draft_of(name), load), load, asked), load)
+        for load in asked.loads
+        for name in asked.cells
+    ]
+    order = sorted(found, key=lambda each: (each[0] != "none", each[0]))
+    return [Planned(load, cell, asked.setup(draft, cell.requests)) for draft, cell, load in order]
+
+
+def _sized(name: str, setup: Setup, load: int, asked: Asked) -> Cell:
+    """The cell of a name, as large as memory lets it be."""
+    policy = Policy(name.partition("_")[0])
+    cell = Cell(name=name, policy=policy, draft=draft_of(name), requests=load, hot_rows=1)
+    return fitted(setup, cell, asked.device_bytes)
+
+
+class Session:
+    """Weights, host pools and programs of all cells, in memory.
+
+    Attributes:
+        seconds: that making them took.
+    """
+
+    def __init__(self, asked: Asked, cells: list[Planned], jobs: int, rates: Rates) -> None:
+        """Compile while weights and pools are made: autotuning needs memory too."""
+        self._asked, self._cells = asked, cells
+        self.seconds: dict[str, float] = {}
+        first = cells[0]
+        with ThreadPoolExecutor(jobs) as pool:
+            compiling = _compiling(cells, pool)
+            base = first.setup.config(first.cell)
+            self._common = Common(patterns(base), asked.context, asked.plan, rates)
+            with self._timed("host pools"):
+                self._hosts = host_pools(base, self._common.patterns)
+            with self._timed("weights"):
+                self._weights = random_weights(first.setup.params.weights)
+                jax.block_until_ready(self._weights)
+            with self._timed("waiting for programs"):
+                self._programs = {cell: future.result() for cell, future in compiling.items()}
+        self._loaded: dict[tuple[str, int], Loaded] = {}
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Generator[None, None, None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+
+    def run(self) -> Iterator[tuple[Planned, dict[str, Any]]]:
+        """Every cell and its figures; what is the same cell at two loads runs once."""
+        chosen, done = self._chosen(), dict[Cell, dict[str, Any]]()
+        for each in self._cells:
+            if each.cell not in done:
+                done[each.cell] = self._run(each, chosen)
+            yield each, done[each.cell]
+
+    def _run(self, each: Planned, chosen: Int[np.ndarray, "traces rows K"]) -> dict[str, Any]:
+        key = (each.cell.draft, each.cell.requests)
+        if key not in self._loaded:
+            self._loaded.clear()  # weights of one draft at a time
+            self._loaded[key] = load(
+                each.setup, self._weights, chosen, self._asked.context, self._asked.survival
+            )
+        program = self._programs.pop(each.cell)
+        ran = run_cell(self._loaded[key], each.cell, program, self._hosts, self._common)
+        self._hosts = ran.hosts
+        return ran.figures
+
+    def _chosen(self) -> Int[np.ndarray, "traces rows K"]:
+        traces, _, k = self._cells[0].setup.params.replay.selections.shape
+        return selections(traces, k=k, history=self._asked.context, rows=self._asked.room + 8)
+
+
+def _compiling(cells: list[Planned], pool: ThreadPoolExecutor) -> dict[Cell, Future[Program]]:
+    unique = {each.cell: each.setup for each in cells}
+    return {cell: pool.submit(compile_step, setup, cell) for cell, setup in unique.items()}

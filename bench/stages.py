@@ -1,0 +1,110 @@
+"""Where the time of a step goes, from a profile: GPU time of its kernels by stage.
+
+XLA names a kernel after the instruction that it computes, and an instruction knows the named scopes
+that it was traced in. Kernels of other streams may run at the same time, so stages may add up to
+more than the step; what is left of the step is launch gaps.
+"""
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+
+SCOPES = {
+    "experts": "experts",
+    "router": "router",
+    "shared": "shared expert",
+    "dense": "dense layers",
+    "project": "attention weights",
+    "combine": "attention weights",
+    "indexer": "indexer",
+    "select": "index",
+    "plan": "plan",
+    "retrieve": "retrieve",
+    "retrieve_attend": "attend",
+    "attend": "attend",
+    "append": "append",
+    "embed": "head",
+    "verify": "head",
+    "accept": "head",
+    "propose": "draft",
+    "draft": "draft",
+    "commit": "adapt",
+    "schedule": "adapt",
+    "adapt": "adapt",
+    "backup": "backup",
+}
+"""Stage of a named scope; the innermost one counts, but `draft` and `propose` take all."""
+
+KERNELS = {
+    "index_scores": "index",
+    "top_k": "top-K",
+    "plan": "plan",
+    "retrieve_attend": "retrieve and attend",
+    "retrieve": "retrieve",
+    "sparse_attention": "attend",
+    "backup": "backup",
+}
+"""Stage of the library's own kernels, by the beginning of their names; the first that fits."""
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ", re.MULTILINE)
+_SCOPE = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
+
+
+def scopes_of(text: str) -> dict[str, str]:
+    """Scopes of the instructions of a compiled program, by what their kernels are called."""
+    found = {}
+    for line in text.splitlines():
+        name, scope = _INSTRUCTION.match(line), _SCOPE.search(line)
+        if name and scope:
+            found[re.sub(r"\W", "_", name.group(1))] = scope.group(1)
+    return found
+
+
+def stage_of(kernel: str, scopes: Mapping[str, str]) -> str:
+    """Stage of a kernel."""
+    for start, stage in KERNELS.items():
+        if start in kernel:
+            return stage
+    words = scopes.get(kernel, "").split("/")
+    if "propose" in words or "draft" in words:
+        return "draft"
+    known = [SCOPES[word] for word in words if word in SCOPES]
+    return known[-1] if known else "other"
+
+
+def profiled(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
+    """GPU seconds and calls of every kernel that runs meanwhile; empty without a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        files = list(Path(folder).rglob("*.xplane.pb"))
+        return _kernels(files[0]) if files else {}
+
+
+def _kernels(path: Path) -> dict[str, tuple[float, int]]:
+    total: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue  # sums of what the streams have
+            for event in line.events:
+                total[event.name] += event.duration_ns / 1e9
+                calls[event.name] += 1
+    return {name: (seconds, calls[name]) for name, seconds in total.items()}
+
+
+def by_stage(
+    kernels: Mapping[str, tuple[float, int]], scopes: Mapping[str, str]
+) -> dict[str, float]:
+    """Seconds by stage."""
+    stages: dict[str, float] = defaultdict(float)
+    for name, (seconds, _) in kernels.items():
+        stages[stage_of(name, scopes)] += seconds
+    return dict(stages)

@@ -1,0 +1,107 @@
+"""Device memory of one decode GPU: what is in it, and how much of the load it can take.
+
+One account: weights by kind, the state by kind, and room for what a step computes. See
+`models.glm.costs` for what is on one GPU.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.engine.memory import sizes
+from dhisparse_jax.models.glm.costs import weight_bytes
+from dhisparse_jax.speculation.protocol import Drafter
+
+WORKSPACE_BYTES = 2.5e9
+"""For what a step computes, and what memory allocators lose."""
+
+ROWS_UNIT = 256
+"""Hot slots come in multiples of it."""
+
+FIXED_ROWS = 2
+"""Slots of `fixed` per request, in units of the top-K: HiSparse's default."""
+
+
+class Account(NamedTuple):
+    """Bytes by kind; host pools are not on the device."""
+
+    bytes: dict[str, float]
+    host_bytes: int
+
+    @property
+    def device_bytes(self) -> float:
+        """All of it."""
+        return sum(self.bytes.values())
+
+
+class Fit(NamedTuple):
+    """How much of a load is on a GPU at the same time.
+
+    Attributes:
+        requests: that run; 0 if not even one fits.
+        hot_rows: hot slots of each, per pool.
+    """
+
+    requests: int
+    hot_rows: int
+
+
+def account(
+    config: GlmConfig, experts: int, cfg: HierarchyConfig, drafter: Drafter, draft_bytes: int
+) -> Account:
+    """What is in memory, with so many routed experts per layer, and a draft of so many bytes."""
+    state = sizes(cfg, drafter)
+    kinds: dict[str, float] = dict(weight_bytes(config, experts))
+    if draft_bytes:
+        kinds["draft"] = draft_bytes
+    kinds |= {
+        "hot records": state.hot_bytes,
+        "tails": state.tail_bytes,
+        "staging": state.staging_bytes,
+        "index keys": state.index_bytes,
+        "tables": state.table_bytes,
+        "draft rings": state.draft_bytes,
+        "workspace": WORKSPACE_BYTES,
+    }
+    return Account(kinds, state.host_bytes)
+
+
+def fit(
+    policy: Policy,
+    requests: int,
+    capacity: int,
+    top_k: int,
+    fits: Callable[[Fit], bool],
+) -> Fit:
+    """As many requests as fit, and for `adaptive` the most hot slots that they can have.
+
+    Args:
+        policy: how budgets are set; `adaptive` takes in requests down to one selection each.
+        requests: that there are.
+        capacity: positions of each.
+        top_k: size of a selection.
+        fits: whether so many requests with so many hot slots fit; less of either fits too.
+    """
+    least = {
+        Policy.RESIDENT: capacity,
+        Policy.FIXED: min(capacity, FIXED_ROWS * top_k),
+        Policy.ADAPTIVE: min(capacity, top_k),
+    }[policy]
+    running = _largest(requests, lambda count: fits(Fit(count, least)))
+    if policy is not Policy.ADAPTIVE or not running:
+        return Fit(running, least)
+    units = _largest(
+        math.ceil(capacity / ROWS_UNIT), lambda units: fits(Fit(running, units * ROWS_UNIT))
+    )
+    return Fit(running, max(least, units * ROWS_UNIT))
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` that fits, as all below it do; 0 if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,1 @@
+"""Operation `fp8_products`: see `api.py` for the contract."""

@@ -1,0 +1,276 @@
+"""What the decode benchmark is made of: its state, its account, and what it replays."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.replayed import accepted_proposals, followed, selections, survival_for
+from bench.script import Script
+from bench.shard_cells import Cell, decode_state, no_profile, step_program
+from bench.shard_experts import expert_room, run_experts, uniform_picks
+from bench.shard_load import replay_arrays
+from bench.shard_memory import account, fitted
+from bench.shard_model import ShardParams
+from bench.shard_setup import abstract_setup, host_requests
+from bench.shard_state import host_pools, hosts_of, patterns, warm_state
+from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
+from bench.shard_weights import abstract_weights, random_like, random_weights
+from bench.simulator import Simulator
+from dhisparse_jax.config import Policy
+from dhisparse_jax.configs.gpus import Rates
+from dhisparse_jax.configs.presets import GLM_5_3, TINY
+from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, tokens_per_step
+from dhisparse_jax.engine.output import places, unpacked
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy.invariants import check_invariants
+from dhisparse_jax.hierarchy.state import abstract
+from dhisparse_jax.models.glm.costs import StepLoad, step_seconds, step_work, weight_bytes
+
+CONTEXT = 300
+
+
+def setup_of(draft="none", model="tiny", layers=6, **sizes):
+    asked = {"context": CONTEXT, "room": 40, "requests": 3, "traces": 4, "gpus": 2}
+    return abstract_setup(model, layers=layers, draft=draft, **{**asked, **sizes})
+
+
+def cell_of(policy, requests=3, hot_rows=128):
+    return Cell(name="x", policy=policy, draft="none", requests=requests, hot_rows=hot_rows)
+
+
+def size_of(tree):
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_the_state_is_as_requests_leave_it(policy):
+    setup = setup_of()
+    cfg = setup.config(cell_of(policy))
+    made = patterns(cfg)
+    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+    like = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract(cfg))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == like
+    assert check_invariants(state, cfg) == dict.fromkeys(check_invariants(state, cfg), True)
+    assert bool(state.active.all()) and hosts_of(state)[0].host is state.pools[0].host
+
+
+@pytest.mark.parametrize(("config", "experts"), [(GLM_5_3, 32), (TINY, 4)])
+def test_weights_are_counted_to_the_byte(config, experts):
+    assert sum(weight_bytes(config, experts).values()) == size_of(abstract_weights(config, experts))
+
+
+@pytest.mark.parametrize("draft", ["none", "dflash2", "dspark"])
+def test_the_account_is_the_bytes_of_all_arrays(draft):
+    setup = setup_of(draft)
+    cell = dataclasses.replace(cell_of(Policy.ADAPTIVE), draft=draft)
+    cfg = setup.config(cell)
+    state = abstract(cfg)
+    hosts = size_of([(pool.host, pool.host_keys) for pool in state.pools])
+    arrays = size_of(setup.params) + size_of(state) - hosts
+    if draft != "none":
+        arrays += size_of(setup.draft_params.inner["draft"])
+        arrays += size_of(jax.eval_shape(lambda: setup.drafter.init(cfg.requests)))
+    counted = account(setup, cell)
+    assert counted.device_bytes - counted.bytes["workspace"] == arrays
+    assert counted.host_bytes == hosts
+
+
+def test_hot_rows_and_requests_are_the_most_that_fit():
+    setup = setup_of(model="glm-5.3", layers=None, context=100_000, room=400, requests=16, gpus=8)
+    limit, held = 143e9, lambda cell: account(setup, cell).device_bytes
+    cell = fitted(setup, cell_of(Policy.ADAPTIVE, requests=16), limit)
+    assert cell.requests == 16
+    assert held(cell) <= limit < held(dataclasses.replace(cell, hot_rows=cell.hot_rows + 256))
+    whole = fitted(setup, cell_of(Policy.RESIDENT, requests=16), limit)
+    assert 1 < whole.requests < 16
+    assert limit < held(dataclasses.replace(whole, requests=whole.requests + 1))
+    with pytest.raises(UserError, match=r"needs 11\d.\d GB of device memory for one request"):
+        fitted(setup, cell_of(Policy.RESIDENT), 100e9)
+
+
+def test_requests_without_host_pages_of_their_own_share_them():
+    setup = setup_of(host_pages=2 * 22)  # capacity 352: of two requests, for three
+    cfg = setup.config(cell_of(Policy.ADAPTIVE))
+    made = patterns(cfg)
+    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+    pages = np.asarray(state.host_page_of)
+    assert cfg.host_page_count == 44
+    assert (pages[2] == pages[0]).all() and not set(pages[1]) & set(pages[0])
+    broken = [name for name, holds in check_invariants(state, cfg).items() if not holds]
+    assert broken == ["shared_is_complete"]  # the last page of both still grows
+
+
+def test_host_memory_has_whole_requests():
+    """100,000 positions of GLM-5.3: records of 52,608 bytes, and keys of 21 x 256."""
+    each = 100_000 * (2 * 768 + 19 * 2688 + 21 * 256)
+    assert host_requests("glm-5.3", None, 100_000, 16.9 * each) == 16
+
+
+@pytest.mark.parametrize("mean", [1.5, 3.97, 5.29, 7.5])
+def test_a_profile_with_another_mean(mean):
+    survival = survival_for(mean)
+    assert tokens_per_step(survival) == pytest.approx(mean)
+    assert list(survival) == sorted(survival, reverse=True)
+    assert 0 < survival[-1] <= survival[0] < 1
+
+
+def test_a_mean_that_no_profile_has_is_refused():
+    with pytest.raises(UserError, match="a mean of 9 tokens per step is not between 1 and 8"):
+        survival_for(9.0)
+
+
+def figures(requests, tokens_per_s, tpot_ms):
+    kept = dict.fromkeys(KEPT, 1.0) | {"tokens_per_s": tokens_per_s, "tpot_ms": tpot_ms}
+    return kept | {"requests": requests, "expected": {"measured_over_expected": 1.0}}
+
+
+SWEEP = [
+    row_of(4, "fixed", figures(4, 100.0, 40.0)),
+    row_of(16, "fixed", figures(16, 300.0, 53.0)),
+    row_of(64, "fixed", figures(40, 290.0, 138.0)),
+    row_of(4, "adaptive", figures(4, 110.0, 36.0)),
+    row_of(16, "adaptive", figures(16, 400.0, 40.0)),
+    row_of(64, "adaptive", figures(60, 1200.0, 50.0)),
+    row_of(4, "resident", figures(4, 112.0, 35.0)),
+]
+
+
+def test_the_most_within_a_bound():
+    asked, fixed, adaptive, _ = bounded(SWEEP, [41.0])
+    assert asked["bound"] == "41 ms"
+    assert asked["cells"]["fixed"] == {"requests": 4, "tokens_per_s": 100.0}
+    assert asked["cells"]["adaptive"] == {"requests": 16, "tokens_per_s": 400.0}
+    assert (fixed["bound"], fixed["tpot_ms"]) == ("fixed at its best", 53.0)
+    assert fixed["cells"]["adaptive"] == {"requests": 60, "tokens_per_s": 1200.0}
+    assert adaptive["cells"]["fixed"] == {"requests": 4, "tokens_per_s": 100.0}
+    assert not bounded(SWEEP, [1.0])[0]["cells"]
+
+
+def test_low_load_is_compared_with_resident():
+    assert compared_with_resident(SWEEP) == {"adaptive at 4": pytest.approx(110 / 112)}
+
+
+def test_pictures_of_a_result(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench.decode_plots import decode_gpu
+
+    cell = {
+        "stages_ms": {"experts": 20.0, "attend": 5.0, "plan": 0.1},
+        "reached": {"experts": 0.6, "attend": 0.4},
+        "step_ms": 27.0,
+        "floor_ratio": 2.0,
+    }
+    path = tmp_path / "result.json"
+    cells = {"fixed": cell, "adaptive_dflash2": cell | {"stages_ms": {}, "reached": {}}}
+    path.write_text(json.dumps({"sweep": SWEEP, "cells": cells}))
+    decode_gpu(path)
+    assert {file.name for file in tmp_path.glob("*.png")} == {
+        f"result_{name}.png" for name in ("sweep", "stages", "floor")
+    }
+
+
+def test_acceptance_has_the_profile():
+    key, survival = jax.random.key(0), jnp.asarray(PUBLISHED_SURVIVAL, jnp.float32)
+    draw = jax.jit(jax.vmap(lambda at: accepted_proposals(key, survival, at)))
+    counts = np.asarray(draw(jnp.arange(20_000, dtype=jnp.int32).reshape(-1, 8)))
+    seen = [(counts >= place).mean() for place in range(1, 8)]
+    np.testing.assert_allclose(seen, PUBLISHED_SURVIVAL, atol=0.012)
+    assert 1 + counts.mean() == pytest.approx(tokens_per_step(PUBLISHED_SURVIVAL), abs=0.06)
+
+
+def test_expert_loads_are_those_of_all_gpus():
+    positions = jnp.arange(4096, dtype=jnp.int32).reshape(8, 512) + 100_000
+    loads = np.stack(
+        [
+            np.bincount(np.asarray(uniform_picks(positions, layer, 8, 32)).ravel(), minlength=32)
+            for layer in (3, 4)
+        ]
+    )
+    mean = 4096 * 8 / 32
+    assert loads.sum() == 2 * 32 * mean
+    assert loads.std() == pytest.approx(math.sqrt(mean), rel=0.4)  # binomial
+    assert loads.max() < expert_room(4096 * 8, 32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room"), [(1, 16), (16, 16), (64, 64), (128, 64), (256, 128), (392, 160)]
+)
+def test_room_of_experts(tokens, room):
+    """16, 64, 128 and 256 tokens: 4, 16, 32 and 64 picks for an expert on average."""
+    assert expert_room(8 * tokens, 32) == room
+
+
+def test_experts_sum_what_tokens_picked():
+    setup = setup_of()
+    moe = setup.params.weights.layers[-1].mlp
+    experts = random_like(moe.experts, 0)
+    x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
+    expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
+    weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
+    found = run_experts(experts, x, expert, weight, "reference")
+    exact = lambda matrix: np.asarray(
+        matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
+    )
+    gate_up, down, rows = exact(experts.gate_up), exact(experts.down), np.asarray(x, np.float64)
+    wanted = np.zeros(rows.shape)
+    for token in range(5):
+        for number, factor in zip(expert[token].tolist(), weight[token].tolist(), strict=True):
+            gate, up = np.split(gate_up[number] @ rows[token], 2)
+            wanted[token] += factor * (down[number] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0.05, atol=0.02)
+
+
+def test_selections_are_a_texts_and_ascend():
+    chosen = selections(2, k=16, history=CONTEXT, rows=9)
+    assert chosen.shape == (2, 9, 16)
+    assert (np.diff(chosen, axis=-1) > 0).all()
+    assert (chosen[:, :, -1] == CONTEXT + np.arange(9)).all()
+    paths = followed(pools=7, requests=5, traces=8)
+    assert all(len(set(row)) == 5 for row in paths.tolist())
+
+
+def test_a_step_takes_as_long_as_its_slower_side():
+    setup = setup_of(model="glm-5.3", layers=None, requests=16, gpus=8, context=100_000, room=400)
+    cfg = setup.config(cell_of(Policy.FIXED, requests=16, hot_rows=4096))
+    load = StepLoad(requests=16, queries=1, context=100_000, attended=2048.0, fetched=290.0)
+    work = step_work(setup.model.config, 32, cfg, load)
+    fast = step_seconds(work, Rates(hbm=4.3e12, link=55e9, flops=790e12))
+    assert 0.026 < fast < 0.034  # 90.6 GB of experts alone take 21 ms
+    slow = step_seconds(work, Rates(hbm=4.3e12, link=1e9, flops=790e12))
+    assert slow == pytest.approx(16 * 290 * (2 * 768 + 19 * 2688) / 1e9)
+
+
+@pytest.mark.slow  # compiles a decode step
+def test_a_cell_fetches_what_the_simulator_says():
+    setup = setup_of(layers=2)
+    cell = cell_of(Policy.FIXED)
+    cfg = setup.config(cell)
+    chosen = selections(4, k=TINY.index_top_k, history=CONTEXT, rows=24)
+    paths = followed(cfg.pools, 3, 4)
+    text = np.arange(3, dtype=np.int32)[:, None] + 7
+    replay = replay_arrays(setup.params.replay, chosen, paths, text, CONTEXT)
+    params = ShardParams(weights=random_weights(setup.params.weights), replay=replay)
+    made = patterns(cfg)
+    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+    state = decode_state(cfg, setup.drafter, state, replay.text, CONTEXT)
+    step = step_program(setup.model, setup.drafter, cfg, params)
+    weights = jax.tree.leaves(params)
+    place, seen = places(cfg, 1)[0], []
+    for _ in range(12):
+        state, place = step(weights, (), no_profile(cfg), state, place)
+        output = unpacked(place)
+        assert (output.tokens[0] == text).all() and (output.count == 1).all()
+        seen.append(output.records.fetched[0])
+    windows = chosen[:, :, None]
+    advance = np.ones(windows.shape[:2], np.int32)
+    play = Script(windows, history=np.full(4, CONTEXT, np.int32), advance=advance)
+    simulated = Simulator(cfg, play)
+    for row in range(3):
+        simulated.join(paths[:, row].tolist())
+    np.testing.assert_array_equal(np.stack(seen), simulated.run(12).fetched)
+    assert check_invariants(state.hierarchy, cfg)["hot_equals_host"]
