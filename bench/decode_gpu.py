@@ -21,7 +21,6 @@ import typer
 
 from bench.record import environment, save, write
 from bench.replayed import survival_for
-from bench.roofline import Floors, measure_floors
 from bench.shard_memory import account
 from bench.shard_report import console, ratios, said, table_of, tell
 from bench.shard_run import Plan
@@ -29,6 +28,7 @@ from bench.shard_session import Asked, Planned, Session, planned
 from bench.shard_sweep import bounded, compared_with_resident, row_of
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL
+from dhisparse_jax.engine.rates import Floors, measure_floors
 from dhisparse_jax.models.glm.memory import Account
 
 CELLS = ("resident", "fixed", "adaptive", "fixed_dflash2", "adaptive_dflash2")

@@ -18,9 +18,9 @@ import typer
 from jaxtyping import Array
 
 from bench.record import environment, save, write
-from bench.roofline import measure_floors
 from bench.shard_weights import random_like
-from bench.timing import measure
+from dhisparse_jax.engine.rates import measure_floors
+from dhisparse_jax.engine.timing import measure
 from pallas_kernels.fp8_products import reference, triton
 from pallas_kernels.fp8_products.triton import Tuning
 

@@ -34,9 +34,10 @@ from bench.ops import (
 )
 from bench.ops.copies import CopySizes
 from bench.record import environment, save, write
-from bench.roofline import Bound, Floors, Traffic, bound, measure_floors
-from bench.timing import RUNS, Timing, measure
+from bench.roofline import Bound, Traffic, bound
 from bench.work import AnyWork, Case, WrongResultError
+from dhisparse_jax.engine.rates import CPU_FLOORS, Floors, measure_floors
+from dhisparse_jax.engine.timing import RUNS, Timing, measure
 from pallas_kernels.common.backends import Backend, default_backend
 
 OPERATIONS: dict[str, Any] = {
@@ -198,7 +199,7 @@ def table(rows: list[Row], title: str) -> Table:
 
 def floors_for(runs: int, *, small: bool) -> Floors:
     """Measure the floors, with arrays that a CPU copies in milliseconds if `small`."""
-    sizes = {"copy_bytes": 32 << 20, "side": 256} if small else {}
+    sizes = CPU_FLOORS if small else {}
     floors = measure_floors(runs, **sizes)
     rates = ", ".join(f"{name} {value:.4g}" for name, value in floors._asdict().items())
     CONSOLE.print(f"floors: {rates}", highlight=False)

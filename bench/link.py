@@ -17,15 +17,13 @@ from bench.kernels import CONSOLE, floors_for, production, report, run
 from bench.ops.backup import Backup
 from bench.ops.copies import CopySizes
 from bench.ops.retrieve import Retrieve
-from bench.timing import RUNS
 from bench.work import Case
+from dhisparse_jax.engine.rates import RECORD_WORDS
+from dhisparse_jax.engine.timing import RUNS
 from pallas_kernels.common.rows import WORD_BYTES
 
 CALL_BYTES = 48 << 20
 FEW = (1, 64)
-WORDS = (164, 288, 672, 1152)
-"""Records of 656 B and 1,152 B (a row in fp8 and bf16), 2,688 B and 4,608 B (four of them)."""
-
 SPANS: dict[str, dict[str, int]] = {
     "0.7GB": {"used": 1, "reach": 700_000_000},
     "4GB": {"used": 1},
@@ -70,7 +68,7 @@ def _writes(words: int) -> dict[str, Case]:
 
 def cases() -> Iterator[tuple[str, dict[str, Case]]]:
     """Operations with their cases. All that have the same pools follow each other, writes last."""
-    for words in WORDS:
+    for words in RECORD_WORDS:
         yield "retrieve", _reads(words)
         yield "backup", _writes(words)
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from bench.ops.plan import Operands, Plan, plan_step
-from bench.timing import Chain, chain, measure_chain
 from bench.trials import INTERPRET, Trial, equal
+from dhisparse_jax.engine.timing import Chain, chain, measure_chain
 from pallas_kernels.plan import reference as plan_reference
 from pallas_kernels.plan import triton as plan_triton
 from pallas_kernels.plan.types import PlanResult, PlanTables

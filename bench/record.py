@@ -1,13 +1,13 @@
 """What every benchmark result says about where it came from."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from dhisparse_jax.cli.machine import first_line
 from dhisparse_jax.cli.report import document_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -18,9 +18,9 @@ def environment() -> dict[str, str]:
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
-        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": first_line("git", "rev-parse", "--short", "HEAD"),
         "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *_arguments()]),
     }
 
@@ -41,12 +41,3 @@ def save(document: dict[str, Any], path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(document_text(document, allow_nan=True))
-
-
-def _output(*command: str) -> str:
-    """First line that a command prints; empty where there is no such command."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
-        return ""
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else ""

@@ -5,9 +5,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.roofline import Floors
 from bench.shard_session import Asked, Planned
 from dhisparse_jax.configs.workload import PUBLISHED_TOKENS_PER_STEP, tokens_per_step
+from dhisparse_jax.engine.rates import Floors
 
 console = Console(stderr=True)
 

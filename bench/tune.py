@@ -23,10 +23,11 @@ from rich.table import Table
 from bench import variants
 from bench.kernels import floors_for
 from bench.record import environment, write
-from bench.roofline import Floors, bound
-from bench.timing import RUNS, chain, measure_chain
+from bench.roofline import bound
 from bench.variants import Operation, Tree, Variant
 from bench.work import AnyWork, WrongResultError
+from dhisparse_jax.engine.rates import Floors
+from dhisparse_jax.engine.timing import RUNS, chain, measure_chain
 
 CONSOLE = Console(stderr=True, width=140)
 WORST = 2e-2

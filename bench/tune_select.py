@@ -23,10 +23,11 @@ from rich.table import Table
 
 from bench.plan_variants import PLANS, PlanCase, kernel_times, plan_trials
 from bench.record import environment, write
-from bench.roofline import Traffic, bound, measure_floors
+from bench.roofline import Traffic, bound
 from bench.scores import DISTRIBUTIONS, FEW_ROWS, SMALL_TOP_K, TOP_K_SIZES, TopKSize, normal
-from bench.timing import measure
 from bench.trials import INTERPRET, Trial, equal
+from dhisparse_jax.engine.rates import measure_floors
+from dhisparse_jax.engine.timing import measure
 from pallas_kernels.top_k import reference as top_k_reference
 from pallas_kernels.top_k import triton as top_k_triton
 

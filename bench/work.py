@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, Self
 
 from bench.roofline import Traffic
-from bench.timing import Operands, Result, State, Step
+from dhisparse_jax.engine.timing import Operands, Result, State, Step
 from pallas_kernels.common.backends import Backend
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from bench.ops.copies import MEGABYTES_16, CopySizes, random_copies
 from bench.pools import POOLS, Pools
 from bench.roofline import Traffic
-from bench.timing import Step
 from bench.work import Memory, Work, WrongResultError, bind
+from dhisparse_jax.engine.timing import Step
 from dhisparse_jax.hierarchy.state import host_sharding
 from pallas_kernels.backup import api, cases
 from pallas_kernels.common.backends import Backend

@@ -11,9 +11,9 @@ import numpy as np
 
 from bench.plan_steps import PlanSizes, plan_steps, warm_tables
 from bench.roofline import Traffic
-from bench.timing import Step
 from bench.traces import trace
 from bench.work import Memory, Work, bind
+from dhisparse_jax.engine.timing import Step
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.plan import api
 from pallas_kernels.plan.types import PlanInput, PlanResult, PlanTables

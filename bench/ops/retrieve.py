@@ -12,8 +12,8 @@ import numpy as np
 from bench.ops.copies import MEGABYTES_16, Copies, CopySizes, missed_copies, random_copies
 from bench.pools import POOLS, Pools, record_words
 from bench.roofline import Traffic
-from bench.timing import Step
 from bench.work import Memory, Work, WrongResultError, bind
+from dhisparse_jax.engine.timing import Step
 from dhisparse_jax.hierarchy.state import host_sharding
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.common.rows import WORD_BYTES

@@ -15,10 +15,10 @@ from bench.ops.copies import CopySizes, Selections, random_selections, traced_se
 from bench.ops.sparse_attention import Attended, SparseAttention
 from bench.pools import POOLS, Pools, record_words
 from bench.roofline import Traffic
-from bench.timing import Step
 from bench.traces import GLM_5_1
 from bench.trials import equal
 from bench.work import Memory, Work, bind
+from dhisparse_jax.engine.timing import Step
 from dhisparse_jax.hierarchy.state import host_sharding
 from pallas_kernels.common.backends import Backend, default_backend
 from pallas_kernels.common.ids import NO_SLOT

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array
 
 from bench.roofline import Traffic
-from bench.timing import Step
 from bench.work import Memory, Work, bind
+from dhisparse_jax.engine.timing import Step
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.top_k import api
 

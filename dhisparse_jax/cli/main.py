@@ -1,7 +1,7 @@
 """Entry point of `dhisparse`: sub-commands, errors to one line each, exit codes.
 
-Exit codes: 0 done; 1 verify-hf found a difference, or the reader of standard output went away (as
-typer does it); 2 bad input, or a machine that cannot do it; 130 interrupted.
+Exit codes: 0 done; 1 verify-hf or audit found a difference, or the reader of standard output went
+away (as typer does it); 2 bad input, or a machine that cannot do it; 130 interrupted.
 """
 
 import contextlib
@@ -14,8 +14,10 @@ from typing import Annotated, cast
 
 import typer
 
+from dhisparse_jax.cli.audit import audit
 from dhisparse_jax.cli.convert import convert
 from dhisparse_jax.cli.decode import decode
+from dhisparse_jax.cli.doctor import doctor
 from dhisparse_jax.cli.evaluate import evaluate
 from dhisparse_jax.cli.plan import plan
 from dhisparse_jax.cli.serve import serve
@@ -41,6 +43,8 @@ app.command()(decode)
 app.command()(evaluate)
 app.command()(convert)
 app.command()(serve)
+app.command()(doctor)
+app.command()(audit)
 app.command()(plan)
 app.command("verify-hf")(verify_hf)
 

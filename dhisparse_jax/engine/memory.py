@@ -92,10 +92,11 @@ def free_device_bytes() -> int:
 def free_host_bytes() -> int:
     """Memory that host pools can take: free memory, and the pinned limit where there is one."""
     free = psutil.virtual_memory().available
-    return min(free, _pinned_limit()) if jax.default_backend() == "gpu" else free
+    return min(free, pinned_limit_bytes()) if jax.default_backend() == "gpu" else free
 
 
-def _pinned_limit() -> int:
+def pinned_limit_bytes() -> int:
+    """Pinned host memory that JAX gives at most on a GPU."""
     limit = os.environ.get(PINNED_LIMIT_VARIABLE, str(PINNED_LIMIT_DEFAULT_GB))
     return int(float(limit) * 2**30)
 

@@ -77,13 +77,13 @@ def _as_on_the_host(
     slot: np.ndarray,
 ) -> bool:
     """Whether slots equal the host records of positions, where those have any."""
-    row, records = _host_rows(host, cfg, pool)[request, position], host.pools[pool].host
+    row, records = host_rows(host, cfg, pool)[request, position], host.pools[pool].host
     found = row < len(records)  # else `host_pages_held` is false
     slots = host.hot[cfg.hot_pool_of(pool)[0]].slots
     return np.array_equal(slots[slot[found]], records[row[found]])
 
 
-def _host_rows(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
+def host_rows(host: Host, cfg: HierarchyConfig, pool: int) -> np.ndarray:
     """Host row of every record of every request in one pool."""
     count = cfg.records(pool)
     every = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (cfg.requests, count))
@@ -173,7 +173,7 @@ def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _pool_keys_equal_host(host: Host, cfg: HierarchyConfig, pool: int) -> bool:
-    mine, rows = host.pools[pool], _host_rows(host, cfg, pool)
+    mine, rows = host.pools[pool], host_rows(host, cfg, pool)
     if mine.host_keys is None:
         return True
     committed = np.arange(cfg.records(pool)) < _complete(host, cfg, pool)[:, None]

@@ -1,6 +1,9 @@
 """Which implementation of an operation runs. Explicit, reported, never a silent fallback."""
 
-from typing import Literal
+import contextlib
+from collections.abc import Generator
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -26,6 +29,28 @@ in which the matrix units do not multiply."""
 
 HOPPER = "9.0"
 """Compute capability that the Mosaic kernels are written for."""
+
+
+class Decision(NamedTuple):
+    """Which implementation a call of an operation got, and why."""
+
+    operation: str
+    backend: Backend
+    why: str
+
+
+_heard: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
+
+
+@contextlib.contextmanager
+def decisions() -> Generator[list[Decision], None, None]:
+    """What is decided in the body, in order. A jitted program decides while it is traced."""
+    found: list[Decision] = []
+    token = _heard.set(found)
+    try:
+        yield found
+    finally:
+        _heard.reset(token)
 
 
 def default_backend(operation: str, platform: str | None = None) -> Backend:
@@ -64,18 +89,29 @@ def resolve(
     Raises:
         NotImplementedError: if the named implementation cannot take the operands; with the reason.
     """
+    chosen, why = _resolve(operation, backend, refusal, kernel)
+    heard = _heard.get()
+    if heard is not None:
+        heard.append(Decision(operation, chosen, why))
+    return chosen
+
+
+def _resolve(
+    operation: str, backend: Backend | None, refusal: str | None, kernel: Backend | None
+) -> tuple[Backend, str]:
+    """The implementation, and why it is that one; see `resolve`."""
     chosen = backend or default_backend(operation)
     if chosen == "reference":
-        return chosen
+        return chosen, "named by the caller" if backend else "there is no kernel for this device"
     kernel = kernel or GPU_KERNELS.get(operation)
     chosen = backend or kernel or chosen
     if chosen != kernel:
         raise NotImplementedError(f"{operation} has no {chosen} kernel for operands like these")
     refusal = refusal or _device_refusal(chosen)
     if refusal is None:
-        return chosen
+        return chosen, "the GPU kernel for operands like these"
     if backend is None and operation not in HOST_OPERATIONS:
-        return "reference"
+        return "reference", f"the {chosen} kernel cannot run this: {refusal}"
     raise NotImplementedError(f"the {chosen} kernel of {operation} cannot run this: {refusal}")
 
 

@@ -12,7 +12,7 @@ import typer
 from bench import kernels, link
 from bench.ops import backup, plan, retrieve, retrieve_attend, sparse_attention
 from bench.ops.copies import missed_copies, random_copies, random_selections
-from bench.roofline import Floors
+from dhisparse_jax.engine.rates import Floors
 from pallas_kernels.retrieve import api as retrieve_api
 from pallas_kernels.retrieve_attend import api as retrieve_attend_api
 from pallas_kernels.sparse_attention.api import sparse_attention as attend

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import tune, variants
-from bench.roofline import Floors
+from dhisparse_jax.engine.rates import Floors
 
 FLOORS = Floors(hbm_gbps=1, h2d_gbps=1, bf16_tflops=1, launch_us=1)
 

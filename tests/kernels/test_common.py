@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.hierarchy.state import HOST_KIND, host_sharding
-from pallas_kernels.common.backends import default_backend, resolve
+from pallas_kernels.common.backends import decisions, default_backend, resolve
 from pallas_kernels.common.ids import NO_SLOT, dropping, masked
 from pallas_kernels.common.memory_space import as_device, as_host, is_host
 from pallas_kernels.common.rows import gather_words, pack, unpack, words_of
@@ -133,3 +133,23 @@ def test_operands_may_have_a_kernel_of_their_own(monkeypatch):
         resolve("top_k", "mosaic", refusal=None)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert resolve("index_scores", None, **named) == "reference"
+
+
+def test_decisions_say_which_implementation_and_why():
+    with decisions() as found:
+        resolve("top_k", None, refusal=None)
+        resolve("retrieve", "reference", refusal=None)
+    assert [tuple(decision) for decision in found] == [
+        ("top_k", "reference", "there is no kernel for this device"),
+        ("retrieve", "reference", "named by the caller"),
+    ]
+
+
+def test_decisions_name_what_the_kernel_refuses(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.common.backends.default_backend", lambda _: "triton")
+    with decisions() as found:
+        resolve("top_k", None, refusal="K is large")
+        resolve("top_k", None, refusal=None)
+    assert found[0].backend == "reference"
+    assert found[0].why == "the triton kernel cannot run this: K is large"
+    assert found[1].backend == "triton"

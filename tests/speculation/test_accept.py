@@ -28,6 +28,7 @@ from dhisparse_jax.sampling import (
 from dhisparse_jax.speculation import accept as module
 from dhisparse_jax.speculation.accept import Emitted, accept, remainder, standing, stop_at
 from dhisparse_jax.speculation.protocol import NoDraft, Proposal
+from tests.support.mutants import always, own_row, soft_as_hard
 
 V, N = 4, 2
 
@@ -174,22 +175,6 @@ def test_emitted_joint_is_the_target_joint(kind, options):
     assert found.sum() == pytest.approx(1.0, abs=1e-6)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     np.testing.assert_array_equal(found[wanted == 0], 0.0)
-
-
-def own_row(target, proposal, live, accepted):
-    """Mutated: a fallen proposal is replaced by a draw from p, not from what q leaves over."""
-    return target[accepted]
-
-
-def soft_as_hard(target, proposal, live, chance):
-    """Mutated: stands with probability p, as if every q were one-hot."""
-    certain = dataclasses.replace(proposal, probabilities=jnp.ones_like(proposal.probabilities))
-    return standing(target, certain, live, chance)
-
-
-def always(target, proposal, live, chance):
-    """Mutated: every possible proposal stands."""
-    return standing(target, proposal, live, jnp.zeros_like(chance))
 
 
 MUTANTS = [{"rest": own_row}, {"rule": soft_as_hard}, {"rule": always}]

@@ -1,14 +1,10 @@
-"""Timing of chains, and the bound of a call."""
+"""Timing of chains."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from bench.roofline import Floors, Traffic, bound, measure_floors
-from bench.timing import chain, measure
-
-FLOORS = Floors(hbm_gbps=4000, h2d_gbps=50, bf16_tflops=800, launch_us=2)
+from dhisparse_jax.engine.timing import chain, measure
 
 
 def _add(state, operands, call):
@@ -45,24 +41,3 @@ def test_measure_starts_every_chain_anew_on_demand():
     _, state, _ = measure(_add, given, [jnp.float32(1)] * 2, calls=2, runs=3, anew=True)
     assert state[0] == 3
     assert given[0] == 1  # not donated
-
-
-@pytest.mark.parametrize(
-    ("traffic", "name", "us"),
-    [
-        (Traffic(hbm_bytes=4e9), "hbm", 1000),
-        (Traffic(hbm_bytes=5e6, link_bytes=5e6), "link", 100),
-        (Traffic(hbm_bytes=4e6, flops=8e11), "flops", 1000),
-        (Traffic(link_bytes=5e3), "latency", 2),
-        (Traffic(), "latency", 2),
-    ],
-)
-def test_bound_is_the_slowest_part(traffic, name, us):
-    least = bound(traffic, FLOORS)
-    assert least.name == name
-    assert least.us == pytest.approx(us)
-
-
-def test_floors_are_measured():
-    floors = measure_floors(2, copy_bytes=1 << 20, side=64)
-    assert all(0 < value < 1e6 for value in floors)
