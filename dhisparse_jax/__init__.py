@@ -1,6 +1,7 @@
 """Sparse-attention decoding over a KV hierarchy, in JAX.
 
-hierarchy       the state and its pure functions; what an attention module calls
+plugin          the hierarchy in place of the cache of a Flax model of your own
+hierarchy       the state and its pure functions
 forward, finish_step, decode_step   the two halves of a decode step, and the whole
 Engine, Request, Sampling           continuous batching of requests over a hierarchy
 Draft, Drafter, Proposal            a small model that proposes tokens, and what it proposes
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dhisparse_jax import hierarchy as hierarchy
+    from dhisparse_jax import plugin as plugin
     from dhisparse_jax.config import HierarchyConfig as HierarchyConfig
     from dhisparse_jax.config import Policy as Policy
     from dhisparse_jax.engine.engine import Engine as Engine
@@ -50,8 +52,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import a public name at its first use, so that `dhisparse --help` does not wait for JAX."""
-    if name == "hierarchy":
-        return importlib.import_module("dhisparse_jax.hierarchy")
+    if name in ("hierarchy", "plugin"):
+        return importlib.import_module(f"dhisparse_jax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"dhisparse_jax.{_HOMES[name]}"), name)

@@ -13,6 +13,12 @@ from pallas_kernels.index_scores.types import packed_format
 MOST_SCALED = 128
 """Numbers of an fp8 row that share a scale, at most."""
 
+OPAQUE = "uint8"
+"""The dtype of rows that are bytes to the library."""
+
+ROW_DTYPES = ("float32", "bfloat16", OPAQUE)
+"""What rows may be made of, beside numbers of two precisions."""
+
 FP8 = "fp8"
 """What formats are called that have numbers of 8 bits, with scales."""
 
@@ -30,20 +36,66 @@ PACKED_KEYS = "float4_e2m1fn"
 class RowFormat:
     """What one token keeps in one layer: `width` numbers of `dtype`.
 
+    Where all heads share the row (MLA), it is their key, and its first numbers are their value.
+    Where it has keys and values of several heads, it is one part for each of them, value first.
+
     Attributes:
         width: numbers in a row. GLM-5.x: 512 latent + 64 rope.
-        value_width: leading numbers that attention sums up. GLM-5.x: 512.
+        value_width: leading numbers that attention sums up, of each part. GLM-5.x: 512.
         dtype: name of the dtype, "float32" or "bfloat16"; or the format of rows in two precisions.
+            "uint8" for bytes that the library does not look into.
+        kv_heads: heads whose values and keys the row has, that of head 0 first; None: all share it.
     """
 
     width: int
     value_width: int
     dtype: str | ScaledRow
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a format of rows of another width."""
-        if isinstance(self.dtype, ScaledRow) and self.dtype.width != self.width:
-            raise UserError(f"rows of {self.width} numbers have a format for {self.dtype.width}")
+        """Refuse a format of rows of another width, and rows that are not whole words."""
+        if isinstance(self.dtype, ScaledRow):
+            if (width := self.dtype.width) != self.width:
+                raise UserError(f"rows of {self.width} numbers have a format for {width}")
+            return
+        if self.dtype not in ROW_DTYPES:
+            raise UserError(f"rows of {self.dtype!r}; there are {', '.join(ROW_DTYPES)}, and fp8")
+        size = self.width // self.parts * jnp.dtype(self.dtype).itemsize
+        if self.width % self.parts or self.width < 1 or size % WORD_BYTES:
+            raise UserError(
+                f"a row of {self.width} x {self.dtype} in {self.parts} parts is not whole words of "
+                f"{WORD_BYTES} bytes each; pad it"
+            )
+
+    @classmethod
+    def mla(cls, latent: int, rope: int, dtype: str) -> "RowFormat":
+        """Multi-head latent attention: a latent and a rotated key that all heads share.
+
+        Args:
+            latent: numbers that attention sums up.
+            rope: numbers after them.
+            dtype: "float32" or "bfloat16".
+        """
+        return cls(width=latent + rope, value_width=latent, dtype=dtype)
+
+    @classmethod
+    def gqa(cls, kv_heads: int, head: int, dtype: str, value: int | None = None) -> "RowFormat":
+        """Keys and values of every head (MHA), or of fewer heads than there are queries (GQA, MQA).
+
+        Args:
+            kv_heads: heads that have a key and a value.
+            head: numbers in a key, and in a query.
+            dtype: "float32" or "bfloat16".
+            value: numbers in a value; None: as many.
+        """
+        value = head if value is None else value
+        width = kv_heads * (value + head)
+        return cls(width=width, value_width=value, dtype=dtype, kv_heads=kv_heads)
+
+    @classmethod
+    def opaque(cls, size: int) -> "RowFormat":
+        """Bytes that only the model understands; a multiple of four."""
+        return cls(width=size, value_width=0, dtype=OPAQUE)
 
     @classmethod
     def fp8(cls, latent: int, rest: int, *, power_scales: bool = False) -> "RowFormat":
@@ -71,6 +123,18 @@ class RowFormat:
         if isinstance(self.dtype, str):
             return self.dtype
         return FP8 if self.dtype.numbers == "e4m3" else FP4
+
+    @property
+    def parts(self) -> int:
+        """How many heads have numbers of their own in a row; 1 where all share them."""
+        return 1 if self.kv_heads is None else self.kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Numbers in a query: those of a key, which is the whole row where all heads share it."""
+        if self.kv_heads is None:
+            return self.width
+        return self.width // self.kv_heads - self.value_width
 
     @property
     def words(self) -> int:
@@ -134,11 +198,11 @@ class Geometry:
         row: format of a row, the same in every layer.
         layers_per_pool: how many layers share each pool, in order. GLM-5.3: 1, 1, then 19 times 4.
             DeepSeek-V4: 1 each, the layers between them have no rows in records.
-        top_k: how many records a query selects.
-        index_width: numbers in an index key.
+        top_k: how many records a query selects, at most where the model itself selects.
+        index_width: numbers in an index key; 0 where the model itself selects.
         index_dtype: dtype of the index keys, "float32" or "bfloat16"; or SCALED_KEYS or
             PACKED_KEYS.
-        scale: factor of the attention logits. GLM-5.x: 256**-0.5.
+        scale: factor of the attention logits. GLM-5.x: 256**-0.5. 1 for rows that are bytes.
         index_power_scales: whether the scales of SCALED_KEYS are powers of two.
         rates: positions per record of each pool; empty: 1. DeepSeek-V4: 4 each; V4.1: 2, 2, 2, 1.
         kept: what else the layers of each pool keep; empty: nothing.
@@ -149,13 +213,20 @@ class Geometry:
     row: RowFormat
     layers_per_pool: tuple[int, ...]
     top_k: int
-    index_width: int
-    index_dtype: str
+    index_width: int = 0
+    index_dtype: str = "float32"
     scale: float
     index_power_scales: bool = False
     rates: tuple[int, ...] = ()
     kept: tuple[tuple[Kept, ...], ...] = ()
     candidates: tuple[Candidates | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse groups without layers, and selections of nothing."""
+        if not self.layers_per_pool or min(self.layers_per_pool) < 1:
+            raise UserError(f"layers_per_pool is {self.layers_per_pool}; a group has layers")
+        if self.top_k < 1:
+            raise UserError(f"top_k is {self.top_k}; a query selects at least 1 record")
 
     @property
     def pools(self) -> int:

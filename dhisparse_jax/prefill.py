@@ -18,14 +18,14 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout, requests
-from dhisparse_jax.hierarchy.formats import StoredKeys, no_keys, stored_keys, stored_rows
+from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
+from dhisparse_jax.hierarchy.heads import attend_slots
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, best
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import KeptLeaves
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.index_scores.api import index_scores
-from pallas_kernels.sparse_attention.api import sparse_attention
 
 
 @pytree
@@ -44,7 +44,7 @@ class Prompt:
     """
 
     records: Int[Array, "P W"]
-    keys: StoredKeys
+    keys: AnyKeys
     known: Int[Array, ""]
     kept: KeptLeaves = ()
 
@@ -169,7 +169,7 @@ def attend_prompt(
     pool: int,
     layer: int,
     row: Float[Array, "1 E width"] | None,
-    query: Float[Array, "1 T H width"],
+    query: Float[Array, "1 T H key"],
 ) -> tuple[Attended, OpenPrompt]:
     """Write the chunk's rows of one layer and attend; a record is its own slot here.
 
@@ -183,14 +183,9 @@ def attend_prompt(
             words = stored_rows(row_format, row[0])
             records = _written(cfg, pool, prompt, records, words, opened.start, offset)
     with jax.named_scope("attend"):
-        attended = sparse_attention(
-            query,
-            records,
-            opened.selection,
-            **layout.row_options(cfg.geometry, layer),
-        )
+        attended = attend_slots(cfg.geometry, layer, query, records, opened.selection)
     prompt = dataclasses.replace(prompt, records=records)
-    return Attended(*attended), dataclasses.replace(opened, prompt=prompt)
+    return attended, dataclasses.replace(opened, prompt=prompt)
 
 
 def _written(

@@ -93,7 +93,8 @@ class StepOutput:
         count: int32 how many: accepted proposals and one more; 0 for a request that is done.
         verified: int32 queries that were verified; 0 for a request that is done.
         records: records per pool and request.
-        selection: int32 what every query selected, as `HierarchyState.selection`.
+        selection: int32 what every query selected, as `HierarchyState.selection`; K is 0 unless
+            selections are recorded.
     """
 
     tokens: Int[Array, "R T"]
@@ -161,7 +162,7 @@ def decode_step(
         count=emitted.count,
         verified=live,
         records=hierarchy.counts,
-        selection=hierarchy.selection,
+        selection=_selection(hierarchy, cfg),
     )
     return output, DecodeState(hierarchy=hierarchy, draft=draft, load=load, texts=texts)
 
@@ -283,6 +284,12 @@ def fetched_bytes(cfg: HierarchyConfig, records: PlanCounts) -> Float[Array, " R
     sizes = jnp.asarray([WORD_BYTES * cfg.record_words(pool) for pool in range(cfg.pools)])
     # In float32: a step of many requests can fetch more than 2**31 bytes.
     return (records.fetched.astype(jnp.float32) * sizes[:, None].astype(jnp.float32)).sum(axis=0)
+
+
+def _selection(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "pools R T K"]:
+    if state.selection is None:
+        return jnp.zeros((cfg.pools, cfg.requests, cfg.queries, 0), jnp.int32)
+    return state.selection
 
 
 def _advance(texts: Texts, emitted: Emitted, end: Int[Array, " R"]) -> Texts:

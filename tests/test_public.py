@@ -15,12 +15,17 @@ def test_every_public_name_imports():
         assert getattr(dhisparse_jax, name).__name__ == name
 
 
+def test_readme_shows_an_example_that_is_tested():
+    """Every line of it is in the example, which has its own tests."""
+    (block,) = re.findall(r"```python\n(from dhisparse_jax import .*?)```", README, re.DOTALL)
+    example = (Path(__file__).parent / "examples" / "linen_gqa.py").read_text(encoding="utf-8")
+    lines = {line.strip() for line in example.splitlines()} | {"..."}
+    assert [line for line in block.splitlines() if line.strip() not in lines] == []
+
+
 def test_readme_uses_names_that_exist():
-    (line,) = re.findall(r"^from dhisparse_jax import .*$", README, re.MULTILINE)
-    scope = {}
-    exec(line, scope)
-    for name in re.findall(r"hierarchy\.(\w+)\(", README):
-        assert callable(getattr(scope["hierarchy"], name)), name
+    for module, name in re.findall(r"\b(hierarchy|plugin)\.(\w+)\(", README):
+        assert callable(getattr(getattr(dhisparse_jax, module), name)), name
 
 
 def test_readme_names_files_that_exist():

@@ -60,7 +60,8 @@ def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     state = abstract(cfg)
     regions = [_regions(cfg, number) for number in range(len(cfg.hot_pools))]
     hot, tail, staging = (sum(column) for column in zip(*regions, strict=True))
-    host = sum(size(getattr(pool, leaf)) for pool in state.pools for leaf in HOST_LEAVES)
+    in_host = [getattr(pool, name) for pool in state.pools for name in HOST_LEAVES]
+    host = sum(size(leaf) for leaf in jax.tree.leaves(in_host))
     index = sum(size(leaf) for pool in state.pools for leaf in jax.tree.leaves(pool.index_keys))
     every = sum(size(leaf) for leaf in jax.tree.leaves(state))
     beside = sum(size(leaf) for pool in state.pools for leaf in pool.kept)

@@ -9,6 +9,7 @@ select      exact top-K over the whole history
 plan        hits, misses, victims
 kept        what layers keep beside records: the newest rows, and rows of all
 retrieve    host records to hot slots
+heads       attention over slots, for rows that heads share or have parts of
 group       the calls of an attention module: open_group, attend, select_again, close_group
 commit      accepted positions become history
 backup      committed records to the host pools

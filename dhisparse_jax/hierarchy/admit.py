@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy import layout
-from dhisparse_jax.hierarchy.formats import StoredKeys
+from dhisparse_jax.hierarchy.formats import AnyKeys
 from dhisparse_jax.hierarchy.kept import admit_kept
 from dhisparse_jax.hierarchy.keys import packed_keys
 from dhisparse_jax.hierarchy.requests import recall_keys
@@ -31,7 +31,7 @@ def admit_prompt(
     pool: int,
     request: Int[Array, ""],
     records: Int[Array, "C W"],
-    keys: StoredKeys,
+    keys: AnyKeys,
     start: Int[Array, ""] | int = 0,
     kept: tuple[Shaped[Array, "1 _ _"], ...] = (),
 ) -> HierarchyState:
@@ -57,13 +57,12 @@ def admit_prompt(
     )
     fresh = masked(position, (position >= first) & (position < end))
     (rows,) = layout.host_rows(cfg, pool, state.host_page_of[request][None], fresh[None])
-    host, host_keys = backup_op(
-        [mine.host, mine.host_keys],
-        [records, packed_keys(keys, mine.host_keys.shape[1])],
-        rows,
-        jnp.stack([position, position]),
-    )
-    state = with_pool(state, pool, host=host, host_keys=host_keys)
+    hosts, sources = {"host": mine.host}, [records]
+    if mine.host_keys is not None:
+        hosts["host_keys"] = mine.host_keys
+        sources.append(packed_keys(keys, mine.host_keys.shape[1]))
+    written = backup_op([*hosts.values()], sources, rows, jnp.stack([position] * len(hosts)))
+    state = with_pool(state, pool, **dict(zip(hosts, written, strict=True)))
     state = admit_kept(_with_keys(state, pool, request, keys), cfg, pool, request, kept)
     state, position, slot = _place(state, cfg, pool, request)
     number, _ = cfg.hot_pool_of(pool)
@@ -97,7 +96,7 @@ def readmit(
 
 
 def _with_keys(
-    state: HierarchyState, pool: int, request: Int[Array, ""], keys: StoredKeys
+    state: HierarchyState, pool: int, request: Int[Array, ""], keys: AnyKeys
 ) -> HierarchyState:
     """The index keys of a whole row."""
     put = lambda every, mine: every.at[request].set(mine)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
@@ -46,8 +46,8 @@ def append_row(
     state: HierarchyState,
     cfg: HierarchyConfig,
     pool: int,
-    layer: int,
-    row: Float[Array, "R E width"],
+    layer: int | Int[Array, ""],
+    row: Shaped[Array, "R E width"],
 ) -> HierarchyState:
     """Write the rows of one layer into the new records, in the tail.
 
@@ -55,14 +55,15 @@ def append_row(
         state: the hierarchy.
         cfg: its sizes.
         pool: which pool.
-        layer: place of the layer among the layers of the pool: its place in a record.
+        layer: place of the layer among the layers of the pool: its place in a record. An array
+            where layers are scanned over, which is not checked.
         row: the new rows, which the row format stores.
 
     Raises:
         UserError: the pool has no such layer, or rows have another width than the geometry says.
     """
     layers, width = cfg.geometry.layers_per_pool[pool], cfg.geometry.row.width
-    if not 0 <= layer < layers:
+    if isinstance(layer, int) and not 0 <= layer < layers:
         raise UserError(f"pool {pool} has {layers} layers; there is no layer {layer} in it")
     if row.shape[-1] != width:
         raise UserError(f"a row has {row.shape[-1]} numbers; the geometry says {width}")

@@ -49,18 +49,22 @@ def _backup(
     request = jnp.broadcast_to(request, position.shape)
     rows = layout.host_rows(cfg, pools[0], state.host_page_of, masked(position, fresh)).reshape(-1)
     slots = [layout.tail_slot(cfg, pool, request, position).reshape(-1) for pool in pools]
+    host_keys = [keys for pool in pools if (keys := state.pools[pool].host_keys) is not None]
+    keyed = pools if host_keys else ()
     entry = jnp.arange(rows.shape[0], dtype=jnp.int32)
     place = request.reshape(-1), jnp.minimum(position, cfg.records(pools[0]) - 1).reshape(-1)
     keys_of = lambda pool: jax.tree.map(lambda keys: keys[place], state.pools[pool].index_keys)
     written = backup_op(
-        [*(state.pools[p].host for p in pools), *(state.pools[p].host_keys for p in pools)],
+        [*(state.pools[pool].host for pool in pools), *host_keys],
         [
             *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in pools),
-            *(packed_keys(keys_of(pool), cfg.key_words) for pool in pools),
+            *(packed_keys(keys_of(pool), cfg.key_words) for pool in keyed),
         ],
         rows,
-        jnp.stack([*slots, *[entry] * len(pools)]),
+        jnp.stack([*slots, *[entry] * len(keyed)]),
     )
-    for pool, host, keys in zip(pools, written[: len(pools)], written[len(pools) :], strict=True):
-        state = with_pool(state, pool, host=host, host_keys=keys)
+    for pool, host in zip(pools, written, strict=False):
+        state = with_pool(state, pool, host=host)
+    for pool, keys in zip(keyed, written[len(pools) :], strict=True):
+        state = with_pool(state, pool, host_keys=keys)
     return state

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.geometry import PACKED_KEYS, SCALED_KEYS, Geometry, RowFormat
 from pallas_kernels.common.rows import pack
@@ -17,8 +17,11 @@ from pallas_kernels.index_scores.types import ScaledKeys, packed_format, quantis
 StoredKeys = Float[Array, "*n index"] | ScaledKeys | Int[Array, "*n words"]
 """Index keys as they are stored."""
 
+AnyKeys = StoredKeys | tuple[()]
+"""Index keys of a history, as they are stored; nothing if it has none."""
 
-def stored_rows(row: RowFormat, values: Float[Array, "*n width"]) -> Int[Array, "*n words"]:
+
+def stored_rows(row: RowFormat, values: Shaped[Array, "*n width"]) -> Int[Array, "*n words"]:
     """Rows as words."""
     if isinstance(row.dtype, ScaledRow):
         return encode(values, row.dtype)
@@ -36,11 +39,13 @@ def stored_keys(geometry: Geometry, keys: Float[Array, "*n index"]) -> StoredKey
 
 def key_shapes(geometry: Geometry, *shape: int) -> Any:  # noqa: ANN401  # shapes in place of arrays
     """Shapes and dtypes of the arrays that hold so many stored keys."""
+    if not geometry.index_width:
+        return ()
     exact = jax.ShapeDtypeStruct((*shape, geometry.index_width), jnp.float32)
     return jax.eval_shape(lambda keys: stored_keys(geometry, keys), exact)
 
 
-def no_keys(geometry: Geometry, *shape: int) -> StoredKeys:
+def no_keys(geometry: Geometry, *shape: int) -> AnyKeys:
     """Room for so many stored keys, all zeros."""
     return jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), key_shapes(geometry, *shape)

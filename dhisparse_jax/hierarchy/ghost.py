@@ -51,6 +51,7 @@ def remember(
         again: whether it is not the first plan of the pool in this step.
     """
     benefit = state.benefit
+    assert benefit.ghost is not None  # the policy is adaptive
     ghost = benefit.ghost[pool]
     slot_of = state.pools[pool].slot_of
     known = ghost >= 0
@@ -75,8 +76,9 @@ def remember(
 def forget(benefit: Benefit, request: Int[Array, ""]) -> Benefit:
     """Nothing is known of `request`."""
     none = lambda leaf: leaf.at[:, request].set(0)
+    ghost = benefit.ghost
     return Benefit(
-        ghost=benefit.ghost.at[:, request].set(NO_SLOT),
+        ghost=None if ghost is None else ghost.at[:, request].set(NO_SLOT),
         looked=none(benefit.looked),
         refetched=none(benefit.refetched),
         tried=none(benefit.tried),

@@ -8,12 +8,19 @@ those that follow it, `select_again` begins with the next of them.
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import append_keys, append_row
+from dhisparse_jax.hierarchy.heads import (
+    Layer,
+    attend_parts,
+    attend_slots,
+    check_query,
+    joined,
+    split_query,
+)
 from dhisparse_jax.hierarchy.plan import plan
 from dhisparse_jax.hierarchy.retrieve import Attended, retrieve, retrieve_attend
 from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, select
@@ -21,7 +28,6 @@ from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_row
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.plan.types import PlanResult
-from pallas_kernels.sparse_attention.api import sparse_attention
 
 
 @pytree
@@ -109,12 +115,34 @@ def _planned(
 ) -> OpenGroup:
     with jax.named_scope("select"):
         found = select(state, cfg, pool, index, live, before.blocks if before else None)
+    return open_selected(state, cfg, pool, found.records, found.blocks, again=before is not None)
+
+
+def open_selected(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    selection: Int[Array, "R T K"],
+    blocks: Blocks = None,
+    *,
+    again: bool = False,
+) -> OpenGroup:
+    """Plan where records will be that are selected.
+
+    Args:
+        state: the hierarchy.
+        cfg: its sizes.
+        pool: which group.
+        selection: int32 records of every query, ascending, each once; then NO_SLOT.
+        blocks: what the first selection of the group leaves to the others.
+        again: whether the group has been selected from in this step.
+    """
     with jax.named_scope("plan"):
-        planned, state = plan(state, cfg, pool, found.records, again=before is not None)
-    if cfg.record_selections:
-        kept = with_row(state.selection, pool, found.records)
+        planned, state = plan(state, cfg, pool, selection, again=again)
+    if state.selection is not None:
+        kept = with_row(state.selection, pool, selection)
         state = dataclasses.replace(state, selection=kept)
-    return OpenGroup(state=state, plan=planned, selection=found.records, blocks=found.blocks)
+    return OpenGroup(state=state, plan=planned, selection=selection, blocks=blocks)
 
 
 def close_group(group: OpenGroup, cfg: HierarchyConfig, pool: int) -> HierarchyState:
@@ -129,9 +157,9 @@ def attend(
     group: OpenGroup,
     cfg: HierarchyConfig,
     pool: int,
-    layer: int,
-    row: Float[Array, "R E width"] | None,
-    query: Float[Array, "R T H width"],
+    layer: Layer,
+    row: Shaped[Array, "R E width"] | None,
+    query: Float[Array, "R T H key"],
 ) -> tuple[Attended, OpenGroup]:
     """Append one layer's new rows and attend over the selected ones.
 
@@ -144,32 +172,33 @@ def attend(
         layer: place of the layer in the group, 0 for the first.
         row: rows of the new tokens in this layer, or of the records that they can complete. None:
             another layer has written them.
-        query: absorbed queries.
+        query: queries; absorbed ones where all heads share a row.
 
     Returns:
         The attended values `softmax(scale * query . row) . row[:value_width]` over the selected
         rows (zeros for inactive requests) with their log-sum-exp, and the group to go on with.
 
     Raises:
-        UserError: the pool has no such layer, or rows or queries have another width than they must.
+        UserError: the pool has no such layer, or rows or queries are not as the geometry says.
     """
-    if query.shape[-1] != cfg.geometry.row.width:
-        width = cfg.geometry.row.width
-        raise UserError(f"a query has {query.shape[-1]} numbers; rows have {width}")
-    state = group.state
+    geometry, state = cfg.geometry, group.state
+    check_query(geometry.row, query)
     if row is not None:
         with jax.named_scope("append"):
             state = append_row(state, cfg, pool, layer, row)
-    if group.complete:
-        number, _ = cfg.hot_pool_of(pool)
-        slots, location = state.hot[number].slots, group.plan.location
+    number, _ = cfg.hot_pool_of(pool)
+    location = group.plan.location
+    if group.complete or not isinstance(layer, int):
+        state = close_group(dataclasses.replace(group, state=state), cfg, pool)
         with jax.named_scope("attend"):
-            attended = Attended(
-                *sparse_attention(query, slots, location, **layout.row_options(cfg.geometry, layer))
-            )
+            attended = attend_slots(geometry, layer, query, state.hot[number].slots, location)
     else:
+        first, *others = split_query(geometry.row, query)  # of most rows, one
         with jax.named_scope("retrieve_attend"):
             attended, state = retrieve_attend(
-                state, cfg, pool, layer, group.plan, group.selection, query
+                state, cfg, pool, layer, group.plan, group.selection, first
             )
+        with jax.named_scope("attend"):
+            slots = state.hot[number].slots
+            attended = joined(attended, attend_parts(geometry, layer, 1, others, slots, location))
     return attended, dataclasses.replace(group, state=state, complete=True)

@@ -174,6 +174,8 @@ def _keys_equal_host(host: Host, cfg: HierarchyConfig) -> bool:
 
 def _pool_keys_equal_host(host: Host, cfg: HierarchyConfig, pool: int) -> bool:
     mine, rows = host.pools[pool], host_rows(host, cfg, pool)
+    if mine.host_keys is None:
+        return True
     committed = np.arange(cfg.records(pool)) < _complete(host, cfg, pool)[:, None]
     committed &= rows < cfg.host_rows(pool)  # else `host_pages_held` is false
     packed = _packed(mine.index_keys, mine.host_keys.shape[1])
@@ -217,6 +219,8 @@ def _marks_past(host: Host, cfg: HierarchyConfig) -> bool:
 
 
 def _ghosts_gone(host: Host, cfg: HierarchyConfig) -> bool:
+    if host.benefit.ghost is None:
+        return True
     for pool, request in np.ndindex(cfg.pools, cfg.requests):
         ghosts = host.benefit.ghost[pool, request]
         known = ghosts[: (ghosts >= 0).sum()]

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.hierarchy.formats import StoredKeys, key_shapes
+from dhisparse_jax.hierarchy.formats import AnyKeys, StoredKeys, key_shapes
 from pallas_kernels.common.rows import WORD_BYTES, pack, unpack
 
 
-def packed_keys(keys: StoredKeys, width: int) -> Int[Array, "n Wk"]:
+def packed_keys(keys: AnyKeys, width: int) -> Int[Array, "n Wk"]:
     """Stored keys as rows of `host_keys`, of so many words; scales, if any, after the numbers."""
     rows = lambda leaf: pack(leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])))
     words = jnp.concatenate([rows(leaf) for leaf in jax.tree.leaves(keys)], axis=1)

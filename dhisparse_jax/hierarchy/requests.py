@@ -20,7 +20,7 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.adapt import admission_budgets
-from dhisparse_jax.hierarchy.formats import StoredKeys
+from dhisparse_jax.hierarchy.formats import AnyKeys
 from dhisparse_jax.hierarchy.ghost import expected_misses, forget
 from dhisparse_jax.hierarchy.keys import unpacked_keys
 from dhisparse_jax.hierarchy.pages import set_budgets
@@ -104,12 +104,14 @@ def recall_keys(
     pool: int,
     host_pages: Int[Array, " N"],
     count: Int[Array, ""],
-) -> StoredKeys:
+) -> AnyKeys:
     """Read the index keys of the first `count` positions that lie in host pages; then come zeros.
 
     Arguments as in `recall`.
     """
     keys = state.pools[pool].host_keys
+    if keys is None:
+        return ()
     room = jnp.zeros((cfg.records(pool), keys.shape[1]), jnp.int32)
     fetches = _first(cfg, pool, host_pages, count)
     return unpacked_keys(cfg, retrieve_op(keys, room, fetches))

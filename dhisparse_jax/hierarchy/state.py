@@ -5,6 +5,7 @@ request, P pages and S slots of a hot pool, N host pages per request, H rows of 
 `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -44,15 +45,17 @@ class PoolState:
         host: the authoritative copy of every committed record; rows as in `layout`. Its memory
             kind is `pinned_host` where the backend has it.
         host_keys: a copy of the index key of every committed position, packed; rows and memory kind
-            of `host`. Decode steps do not read it: whoever comes back to the device does.
+            of `host`. Decode steps do not read it: whoever comes back to the device does. None
+            without index keys.
         slot_of: hot slot of every position.
         pages: ids of the pages that each request holds, NO_SLOT after the last.
         index_keys: index keys of the whole history, on device; valid for the records of `length`.
+            Empty without index keys.
         kept: what the layers keep beside records, by `Geometry.kept`; see `kept`.
     """
 
     host: Int[Array, "H W"]
-    host_keys: Int[Array, "H Wk"]
+    host_keys: Int[Array, "H Wk"] | None
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
     index_keys: Keys
@@ -82,14 +85,14 @@ class Benefit:
 
     Attributes:
         ghost: positions that were evicted last and are not back, the newest first, NO_SLOT after
-            them. G is 0 unless the policy is adaptive.
+            them. None unless the policy is adaptive.
         looked: ghost positions that the last step could have fetched again.
         refetched: how many of them it did.
         tried: sum of `looked` in pages, page-steps, past steps weighing less and less.
         saved: sum of `refetched`, likewise; in proportion to what is held now.
     """
 
-    ghost: Int[Array, "pools R G"]
+    ghost: Int[Array, "pools R G"] | None
     looked: Int[Array, "pools R"]
     refetched: Int[Array, "pools R"]
     tried: Float[Array, "pools R"]
@@ -112,7 +115,7 @@ class HierarchyState:
         benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
         selection: positions that this step's queries select, NO_SLOT fills up, the last ones where
-            a pool is selected from several times; K is 0 unless selections are recorded.
+            a pool is selected from several times. None unless selections are recorded.
         step: steps so far, plus one; a step counts once more for every further selection.
     """
 
@@ -125,7 +128,7 @@ class HierarchyState:
     miss_rate: Float[Array, "pools R"]
     benefit: Benefit
     counts: PlanCounts
-    selection: Int[Array, "pools R T K"]
+    selection: Int[Array, "pools R T K"] | None
     step: Int[Array, ""]
 
 
@@ -144,7 +147,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     pools = tuple(
         PoolState(
             host=shape((cfg.host_rows(pool), cfg.record_words(pool)), i32),
-            host_keys=shape((cfg.host_rows(pool), cfg.key_words), i32),
+            host_keys=_unless_empty((cfg.host_rows(pool), cfg.key_words)),
             slot_of=shape((r, cfg.records(pool)), i32),
             pages=shape((r, cfg.max_pages(pool)), i32),
             index_keys=key_shapes(cfg.geometry, r, cfg.records(pool)),
@@ -164,14 +167,14 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
         budget=per_pool,
         miss_rate=average,
         benefit=Benefit(
-            ghost=shape((cfg.pools, r, cfg.ghosts), i32),
+            ghost=_unless_empty((cfg.pools, r, cfg.ghosts)),
             looked=per_pool,
             refetched=per_pool,
             tried=average,
             saved=average,
         ),
         counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
-        selection=shape((cfg.pools, r, cfg.queries, cfg.recorded), i32),
+        selection=_unless_empty((cfg.pools, r, cfg.queries, cfg.recorded)),
         step=shape((), i32),
     )
 
@@ -179,6 +182,11 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
 def _leaf(shape: tuple[int, ...], dtype: DTypeLike) -> Any:  # noqa: ANN401
     """A shape in place of an array, as JAX's own functions take and return them."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _unless_empty(shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+    """The shape of ids; None where there are none: Orbax stores no array without elements."""
+    return _leaf(shape, jnp.int32) if math.prod(shape) else None
 
 
 def _abstract_hot(cfg: HierarchyConfig, number: int) -> HotPool:

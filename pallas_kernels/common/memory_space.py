@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, Shaped
 
 
@@ -19,6 +19,7 @@ def _retype(name: str, space: jax.memory.Space) -> Callable[[jax.Array], jax.Arr
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda aval: aval.update(memory_space=space))
     mlir.register_lowering(primitive, lambda ctx, operand: [operand])
+    batching.defvectorized(primitive)
     primitive.def_impl(lambda x: jax.device_put(x, space))  # outside `jit` it is a copy
     return functools.partial(primitive.bind)
 

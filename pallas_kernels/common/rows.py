@@ -38,7 +38,10 @@ def unpack(words: Int[Array, "*n words"], dtype: DTypeLike) -> Shaped[Array, "*n
 
 
 def gather_words(
-    table: Shaped[Array, "n words"], rows: Int[Array, "*m"], offset: int, width: int
+    table: Shaped[Array, "n words"],
+    rows: Int[Array, "*m"],
+    offset: int | Int[Array, ""],
+    width: int,
 ) -> Shaped[Array, "*m width"]:
     """`table[rows, offset:offset + width]` as one gather: the other words are not read.
 

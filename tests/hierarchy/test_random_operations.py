@@ -348,8 +348,11 @@ class Lockstep:
         table[list(held.slot_of)] = list(held.slot_of.values())
         np.testing.assert_array_equal(mine.slot_of[row], table)
         assert [page for page in mine.pages[row] if page >= 0] == held.pages
-        ghosts = state.benefit.ghost[pool, row]
-        assert ghosts[ghosts >= 0].tolist() == self.model.control.ghosts[pool, row]
+        if state.benefit.ghost is None:
+            assert self.cfg.ghosts == 0
+        else:
+            ghosts = state.benefit.ghost[pool, row]
+            assert ghosts[ghosts >= 0].tolist() == self.model.control.ghosts[pool, row]
         for position, slot in held.slot_of.items():
             assert hot.position[slot] == position
             assert hot.mark[slot] == held.mark[slot]

@@ -1,0 +1,52 @@
+"""Rows as a model has them, and as one run of numbers, which is what is stored."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import RowFormat
+
+Rows = Shaped[Array, "..."] | tuple[Shaped[Array, "..."], ...]
+"""Rows of one layer: `[..., width]` numbers (MLA) or bytes; or the keys `[..., heads, key]` and the
+values `[..., heads, value]` of all heads (GQA). Their shapes are checked here, with a message."""
+
+
+def flat(row: RowFormat, rows: Rows, lead: tuple[int, ...]) -> Shaped[Array, "*n width"]:
+    """The numbers of rows.
+
+    Args:
+        row: their format.
+        rows: the rows.
+        lead: shape of their leading axes.
+
+    Raises:
+        UserError: they do not have the format.
+    """
+    if row.kv_heads is None:
+        if isinstance(rows, tuple):
+            raise UserError(f"rows are one array of {row.width} numbers, not {len(rows)} arrays")
+        _check("rows", rows, (*lead, row.width), row)
+        return rows
+    if not isinstance(rows, tuple) or len(rows) != 2:
+        raise UserError("rows of keys and values are a pair of arrays: (keys, values)")
+    keys, values = rows
+    _check("keys", keys, (*lead, row.kv_heads, row.query_width), row)
+    _check("values", values, (*lead, row.kv_heads, row.value_width), row)
+    return jnp.concatenate((values, keys), axis=-1).reshape(*lead, row.width)
+
+
+def unflat(row: RowFormat, numbers: Shaped[Array, "*n width"]) -> Rows:
+    """The reverse of `flat`."""
+    if row.kv_heads is None:
+        return numbers
+    parts = numbers.reshape(*numbers.shape[:-1], row.kv_heads, -1)
+    return parts[..., row.value_width :], parts[..., : row.value_width]
+
+
+def _check(what: str, array: Array, shape: tuple[int, ...], row: RowFormat) -> None:
+    if array.shape != shape:
+        raise UserError(f"{what} have shape {array.shape}; the row format says {shape}")
+    if isinstance(row.dtype, str) and array.dtype != jnp.dtype(row.dtype):
+        raise UserError(
+            f"{what} are {array.dtype}; the row format says {row.dtype}: cast them, or change it"
+        )

@@ -1,0 +1,176 @@
+"""What a model may do with a step: scans, remat, rows of bytes; and what only values can show."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from dhisparse_jax import RowFormat, plugin
+from dhisparse_jax.hierarchy import check_invariants
+from tests.support.plugged import TOP_K, admitted, choose, rows, scanned, sizes, unrolled
+
+
+def run(step, cfg, steps=3):
+    state = jax.jit(admitted, static_argnums=1, donate_argnums=0)(plugin.init(cfg), cfg)
+    step, found = jax.jit(step, static_argnums=1, donate_argnums=0), []
+    for _ in range(steps):
+        values, state = step(state, cfg)
+        found.append(np.asarray(values))
+    assert all(check_invariants(state, cfg).values())
+    return np.stack(found)
+
+
+def attended(position, layer):
+    """The same in NumPy, float64."""
+    chosen = sorted({position, *range(0, 5 * (TOP_K - 1), 5)} & set(range(position + 1)))
+    mine = np.asarray(rows(jnp.asarray(chosen), layer), np.float64)
+    logits = 0.3 * mine @ (np.asarray(rows(jnp.asarray(position), layer), np.float64) + 1.0)
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum() @ mine[:, :8]
+
+
+def test_a_scan_over_layers_is_the_same_step():
+    cfg = sizes()
+    found = run(unrolled, cfg)
+    np.testing.assert_allclose(run(scanned, cfg), found, rtol=1e-5, atol=1e-6)
+    for step, request in np.ndindex(3, 2):
+        position = 17 - 3 * request + step
+        wanted = sum(attended(position, layer) for layer in range(3))
+        np.testing.assert_allclose(found[step, request, 0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_bytes_come_back_as_they_were():
+    cfg = sizes(RowFormat.opaque(20), groups=(2,))
+    bytes_of = lambda positions, layer: (
+        positions[..., None] * 7 + jnp.arange(20).reshape(*[1] * positions.ndim, 20) + 50 * layer
+    ).astype(jnp.uint8)
+
+    @jax.jit
+    def step(state):
+        step, told = plugin.begin_step(state, cfg), []
+        for layer in range(2):
+            choice = None if layer else choose(step.positions)
+            selected, step = plugin.read(step, layer, bytes_of(step.positions, layer), choice)
+            told.append(selected)
+        return told, plugin.end_step(step)
+
+    prompt = [bytes_of(jnp.arange(23), layer) for layer in range(2)]
+    admit = jax.jit(plugin.admit, static_argnums=1)
+    state = admit(plugin.init(cfg), cfg, 1, prompt)
+    fetched = 0
+    for position in range(23, 27):
+        told, state = step(state)
+        fetched += int(state.counts.fetched.sum())
+        for layer, selected in enumerate(told):
+            valid = np.asarray(selected.valid)
+            chosen = [*range(0, 25, 5), position] if position != 25 else [0, 5, 10, 15, 20, 25]
+            assert selected.positions[1, 0][valid[1, 0]].tolist() == chosen
+            wanted = bytes_of(selected.positions, layer)
+            wanted = np.where(valid[..., None], wanted, 0)
+            np.testing.assert_array_equal(selected.rows, wanted)
+            assert not valid[0].any()
+    assert fetched > 0
+
+
+def one_layer():
+    """A step of one layer that selects what it is told."""
+    cfg = sizes(groups=(1,), capacity=24)
+
+    def step(state, chosen):
+        step = plugin.begin_step(state, cfg)
+        row = rows(step.positions, 0)
+        attended, step = plugin.attend(step, 0, row, row[:, :, None], select=chosen)
+        return attended.values, plugin.end_step(step)
+
+    return cfg, step
+
+
+def test_a_query_that_selects_what_it_does_not_see_gets_nan():
+    cfg, step = one_layer()
+    state, admit = plugin.init(cfg), jax.jit(plugin.admit, static_argnums=1)
+    for request in range(2):
+        state = admit(state, cfg, request, [rows(jnp.arange(20), 0)])
+    checked = jax.jit(checkify.checkify(step))
+    for wrong in (21, 24, -2, 2**31 - 1):
+        chosen = jnp.asarray([[[3, wrong]], [[3, 20]]], jnp.int32)
+        error, (values, _) = checked(state, chosen)
+        assert np.isnan(values[0]).all()
+        assert np.isfinite(values[1]).all()
+        with pytest.raises(checkify.JaxRuntimeError, match="group 0 selects positions that"):
+            error.throw()
+
+
+def test_checkify_tells_of_a_step_without_requests_and_beyond_the_capacity():
+    cfg, step = one_layer()
+    chosen = jnp.zeros((2, 1, 2), jnp.int32)
+    checked = jax.jit(checkify.checkify(step))
+    error, _ = checked(plugin.init(cfg), chosen)
+    with pytest.raises(checkify.JaxRuntimeError, match="a step without a request: admit one"):
+        error.throw()
+    admit = jax.jit(checkify.checkify(plugin.admit), static_argnums=1)
+    error, state = admit(plugin.init(cfg), cfg, 0, [rows(jnp.arange(23), 0)])
+    error.throw()
+    error, (values, state) = checked(state, chosen)
+    error.throw()
+    assert np.isfinite(values).all()
+    error, (values, _) = checked(state, chosen)
+    assert np.isnan(values[0]).all()
+    with pytest.raises(checkify.JaxRuntimeError, match="24 positions, and the capacity is 24"):
+        error.throw()
+    error, _ = admit(state, cfg, 0, [rows(jnp.arange(23), 0)])
+    with pytest.raises(checkify.JaxRuntimeError, match="row 0 is taken"):
+        error.throw()
+
+
+def test_every_head_reads_its_own_keys_and_values():
+    cfg = sizes(RowFormat.gqa(2, 4, "float32", value=8), groups=(2,))
+    shaped = lambda positions, heads, width, shift: rows(positions, shift, heads * width).reshape(
+        *positions.shape, heads, width
+    )
+    keys_values = lambda at: (shaped(at, 2, 4, 0.0), shaped(at, 2, 8, 1.0))
+
+    @jax.jit
+    def step(state):
+        step = plugin.begin_step(state, cfg)
+        query, row = shaped(step.positions, 6, 4, 2.0), keys_values(step.positions)
+        attended, step = plugin.attend(step, 0, row, query, select=choose(step.positions))
+        selected, step = plugin.read(step, 1, row)
+        return query, attended, selected, plugin.end_step(step)
+
+    state = jax.jit(plugin.admit, static_argnums=1)(
+        plugin.init(cfg), cfg, 0, [keys_values(jnp.arange(19))] * 2
+    )
+    query, attended, selected, _ = step(state)
+    valid = np.asarray(selected.valid[0, 0])
+    keys, values = (np.asarray(each[0, 0][valid], np.float64) for each in selected.rows)
+    for head in range(6):
+        mine = head // 3
+        logits = 0.3 * keys[:, mine] @ np.asarray(query[0, 0, head], np.float64)
+        weights = np.exp(logits - logits.max())
+        wanted = weights / weights.sum() @ values[:, mine]
+        np.testing.assert_allclose(attended.values[0, 0, head], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_are_not_accepted_leave_no_trace():
+    def firsts(queries):
+        cfg = sizes(groups=(1,), queries=queries, tail=2 * queries)
+
+        @jax.jit
+        def step(state):
+            step = plugin.begin_step(state, cfg)
+            row = rows(step.positions, 0).at[:, 1:].set(9.0)
+            attended, step = plugin.attend(
+                step, 0, row, row[:, :, None], select=choose(step.positions)
+            )
+            return attended.values[:, 0], plugin.end_step(step, jnp.ones(2, jnp.int32))
+
+        state, found = plugin.init(cfg), []
+        for request in range(2):
+            state = jax.jit(plugin.admit, static_argnums=1)(state, cfg, request)
+        for _ in range(12):
+            values, state = step(state)
+            found.append(np.asarray(values))
+        return np.stack(found)
+
+    np.testing.assert_allclose(firsts(3), firsts(1), rtol=1e-6, atol=1e-6)
