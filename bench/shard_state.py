@@ -95,7 +95,11 @@ def host_pools(cfg: HierarchyConfig, made: list[Pattern]) -> list[HostPool]:
 
 def hosts_of(state: HierarchyState) -> list[HostPool]:
     """The host arrays of a state whose other leaves are not needed any more."""
-    return [HostPool(pool.host, pool.host_keys) for pool in state.pools]
+    pools: list[HostPool] = []
+    for pool in state.pools:
+        assert pool.host_keys is not None, "the model has an index"
+        pools.append(HostPool(pool.host, pool.host_keys))
+    return pools
 
 
 class Tables(NamedTuple):

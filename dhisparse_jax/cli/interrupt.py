@@ -11,14 +11,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 NOTICE = b"\nstopping after this step; once more stops at once\n"
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], None]]:
+def interrupts() -> Generator[Callable[[], None]]:
     """Note the first SIGINT or SIGTERM in the body, and raise KeyboardInterrupt for the second.
 
     Yields:
