@@ -18,7 +18,7 @@ NOTICE = b"\nstopping after this step; once more stops at once\n"
 
 
 @contextlib.contextmanager
-def interrupts() -> Generator[Callable[[], None]]:
+def interrupts() -> Generator[Callable[[], None], None, None]:
     """Note the first SIGINT or SIGTERM in the body, and raise KeyboardInterrupt for the second.
 
     Yields:
