@@ -48,6 +48,7 @@ FIXED_SELECTIONS = 2
 SETTLING = 6
 """Steps with all requests before the time begins to count."""
 
+KINDS = ("hot", "host", "tail", "staging", "index", "draft")
 Row = dict[str, Any]
 
 
@@ -165,12 +166,7 @@ class Bench:
             "proposals": engine.drafter.length,
             "hot_slots_per_request": engine.cfg.hot_slots(0),
             **measured,
-            "hot_bytes": sizes.hot_bytes,
-            "host_bytes": sizes.host_bytes,
-            "tail_bytes": sizes.tail_bytes,
-            "staging_bytes": sizes.staging_bytes,
-            "index_bytes": sizes.index_bytes,
-            "draft_bytes": sizes.draft_bytes,
+            **{f"{kind}_bytes": getattr(sizes, f"{kind}_bytes") for kind in KINDS},
             "compile_s": compiled,
         }
 
@@ -221,19 +217,23 @@ def measure(engine: Engine, requests: list[Request]) -> Row:
     last = dict.fromkeys(numbers, 0.0)
     metrics, acceptance, steps = StepMetrics(), Acceptance(), 0
     begin: float | None = None
+    counts = False  # whether the dispatch that lands came after `begin`
+    before: object = None
     for event in _until_one_ends(engine):
         now = time.perf_counter()
         match event:
             case StepDone():
                 steps += engine.counts[1] == 0
-                if begin is not None:
+                counts = counts or (begin is not None and not isinstance(before, StepDone))
+                if counts:
                     metrics += event.metrics
                     acceptance += event.acceptance
-                elif steps > SETTLING:
+                elif begin is None and steps > SETTLING:
                     begin = now
-            case NewTokens(number, new) if begin is not None:
+            case NewTokens(number, new) if counts:
                 tokens[number] += len(new)
                 last[number] = now
+        before = event
     for number in numbers:
         engine.cancel(number)
     list(engine.advance())

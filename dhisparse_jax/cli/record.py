@@ -60,8 +60,8 @@ class RunRecord:
             proposal and its commit, measured by themselves after the run. None: not measured.
         prefill_seconds: wall time of prefill and of each request's first token.
         decode_seconds: wall time of decode steps.
-        first_step_seconds: the part of `decode_seconds` up to the end of the first step.
-        steady_tokens: tokens of the steps after the first.
+        first_step_seconds: the part of `decode_seconds` up to the end of the first dispatch.
+        steady_tokens: tokens of the dispatches after the first.
     """
 
     requests: list[RequestRecord]
@@ -75,6 +75,8 @@ class RunRecord:
     steady_tokens: int = 0
     clock: Callable[[], float] = time.perf_counter
     _last: float = 0.0
+    _dispatches: int = 0
+    _in_steps: bool = False
 
     @classmethod
     def of(
@@ -87,12 +89,15 @@ class RunRecord:
     def add(self, event: Event) -> None:
         """Take in one event. The time since the event before it counts as that event's work."""
         self._add_time(event)
+        steps = isinstance(event, StepDone)
+        self._dispatches += steps and not self._in_steps  # its steps come one after the other
+        self._in_steps = steps
         match event:
             case PrefillProgress(request, done, total):
                 self.requests[request].prefill_done = done
                 self.requests[request].prefill_total = total
             case NewTokens(request, tokens):
-                if self.requests[request].tokens and self.steps:
+                if self.requests[request].tokens and self._dispatches > 1:
                     self.steady_tokens += len(tokens)
                 self.requests[request].tokens.extend(tokens)
             case Finished(request, reason):
@@ -133,7 +138,7 @@ class RunRecord:
 
     @property
     def steady_tokens_per_s(self) -> float:
-        """Tokens over time of the steps after the first, which compiles; 0 where there are none."""
+        """Tokens over time of the dispatches after the first, which compiles; 0 without any."""
         return _ratio(self.steady_tokens, self.decode_seconds - self.first_step_seconds)
 
     @property

@@ -261,11 +261,11 @@ class Engine(Machine):
             return
         landed = flight.land()
         self._take_time(flight, landed)
-        for row, tokens in landed.tokens.items():
-            self._give(flight.jobs[row], tokens)
         for metrics, acceptance in landed.steps(self.cfg, self.drafter.length):
             self._steps += 1
             self._pending.append(StepDone(self._steps, metrics, acceptance))
+        for row, tokens in landed.tokens.items():
+            self._give(flight.jobs[row], tokens)
 
     def _take_time(self, flight: Flight, landed: Landed) -> None:
         """Note how long a dispatch took that has just landed."""

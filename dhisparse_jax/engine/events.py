@@ -101,7 +101,7 @@ class Acceptance:
 
 @dataclasses.dataclass(frozen=True)
 class StepDone:
-    """Decode step number `step` (from 1) is done; it comes after the tokens of its dispatch."""
+    """Decode step number `step` (from 1) is done; the tokens of a dispatch follow its steps."""
 
     step: int
     metrics: StepMetrics

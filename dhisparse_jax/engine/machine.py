@@ -254,9 +254,10 @@ class Machine:
 
     def resident_share(self) -> float:
         """Part of the committed history that hot pages and tails have room for; 1 of nothing."""
-        budget, length = jax.device_get((self.state.budget, self.state.length))
         pools = range(self.cfg.pools)
-        records = np.stack([layout.complete(self.cfg, pool, length) for pool in pools])
+        complete = [layout.complete(self.cfg, pool, self.state.length) for pool in pools]
+        budget, lengths = jax.device_get((self.state.budget, complete))
+        records = np.stack(lengths)
         room = np.minimum(budget * self.cfg.page_slots + self.cfg.tail, records)
         return float(room.sum() / records.sum()) if records.any() else 1.0
 

@@ -13,11 +13,11 @@ EVENTS = (
     PrefillProgress(0, 1, 2),
     PrefillProgress(0, 2, 2),
     NewTokens(0, (1,)),  # what prefill's last position gives
-    NewTokens(0, (2,)),
     StepDone(1, METRICS),
+    NewTokens(0, (2,)),
+    StepDone(2, METRICS),
     NewTokens(0, (3, 4)),
     Finished(0, "length"),
-    StepDone(2, METRICS),
 )
 
 
@@ -38,9 +38,9 @@ def test_counts_and_times():
     assert record.fetched_share == pytest.approx(0.25)
     assert record.prefill_seconds == 3
     assert record.decode_seconds == 5
-    assert record.first_step_seconds == 2
+    assert record.first_step_seconds == 1
     assert record.tokens_per_s == pytest.approx(4 / 8)
-    assert record.steady_tokens_per_s == pytest.approx(2 / 3)
+    assert record.steady_tokens_per_s == pytest.approx(2 / 4)
 
 
 def test_an_empty_run_divides_by_nothing():
@@ -57,3 +57,10 @@ def test_interrupt_marks_what_had_not_finished():
     record = record_of(*EVENTS)
     record.interrupt()
     assert [item.finish_reason for item in record.requests] == ["length", "interrupted"]
+
+
+def test_the_first_dispatch_compiles_however_many_steps_it_has():
+    """The tokens of its second step are not steady either."""
+    first = (StepDone(1, METRICS), StepDone(2, METRICS), NewTokens(0, (2, 3)))
+    record = record_of(NewTokens(0, (1,)), *first, StepDone(3, METRICS), NewTokens(0, (4,)))
+    assert record.steady_tokens == 1

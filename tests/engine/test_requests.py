@@ -47,14 +47,14 @@ def test_context_ends_a_request(length):
 
 
 def test_events_of_one_request():
-    """Prefill, its first token, then a token and a step each; the end comes with the last token."""
+    """Prefill, its first token, then a step and a token each, then the end."""
     length, new = 2 * CHUNK + 1, 3
     events = list(engine(*FIXED).run([request(length, new)]))
     prefill = [event for event in events if isinstance(event, PrefillProgress)]
     pieces = 3 * 2  # chunks, pools
     assert prefill == [PrefillProgress(0, done + 1, pieces) for done in range(pieces)]
     rest = [type(event) for event in events[pieces:]]
-    assert rest == [NewTokens, NewTokens, StepDone, NewTokens, Finished, StepDone]
+    assert rest == [NewTokens, StepDone, NewTokens, StepDone, NewTokens, Finished]
     steps = [event.step for event in events if isinstance(event, StepDone)]
     assert steps == [1, 2]
 
