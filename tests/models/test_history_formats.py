@@ -128,6 +128,7 @@ def logits(policy, queries=1, split=24, **formats):
 FP8 = {"kv_format": "fp8", "index_format": "fp8"}
 
 
+@pytest.mark.slow
 def test_policies_give_the_same_bits():
     fixed = logits("fixed", **FP8)
     np.testing.assert_array_equal(fixed, logits("resident", **FP8))

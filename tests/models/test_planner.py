@@ -1,6 +1,7 @@
 """The planner: what it says of the published deployment, and what its parts are made of."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -18,6 +19,7 @@ from dhisparse_jax.models.glm.planner import Deployment, plan
 PUBLISHED = Deployment(config=GLM_5_3, gpu=GPUS["h200"], gpus=8, context=100_000, concurrency=128)
 
 
+@functools.cache
 def planned(**changes):
     found = plan(dataclasses.replace(PUBLISHED, **changes))
     return {each.policy: each for each in found}

@@ -171,6 +171,7 @@ def test_damage_is_named(tmp_path, tensors, change, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_quantised_tensors_are_what_they_stand_for(tmp_path, tensors):
     """As released: matrices in blocks of 128 with powers of two, experts of 4 bits in fours."""
     stored, plain = {}, dict(tensors)

@@ -60,7 +60,7 @@ def failed(served):
     ("policy", "queries", "split"),
     [
         ("fixed", 4, 14),
-        ("adaptive", 1, 6),
+        pytest.param("adaptive", 1, 6, marks=pytest.mark.slow),
         pytest.param("resident", 1, 49, marks=pytest.mark.slow),
         pytest.param("fixed", 1, 20, marks=pytest.mark.slow),
         pytest.param("resident", 4, 1, marks=pytest.mark.slow),
@@ -72,15 +72,9 @@ def test_logits_are_those_of_transformers(policy, queries, split):
     assert np.abs(logits - LOGITS).max() < 4e-5
 
 
-@pytest.mark.parametrize(
-    ("policy", "queries"),
-    [
-        ("fixed", 1),
-        ("adaptive", 1),
-        pytest.param("fixed", 4, marks=pytest.mark.slow),
-        pytest.param("adaptive", 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
 def test_policies_agree_bit_for_bit(policy, queries):
     """Also where records come from the host."""
     expected, none = forced(engine("resident", queries), 9)
@@ -129,14 +123,8 @@ def alone():
     return texts
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "fixed",
-        pytest.param("resident", marks=pytest.mark.slow),
-        pytest.param("adaptive", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fixed", "resident", "adaptive"])
 def test_requests_that_come_and_go_get_the_tokens_they_have_alone(policy):
     served = engine(policy)
     broken = []
