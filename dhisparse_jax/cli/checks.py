@@ -10,13 +10,28 @@ AUTO = "auto"
 SEEDS = 2**32
 """Seeds are below it."""
 
+MOST_COUNT = 2**31 - 1
+"""What 32 bits hold, which is what arrays are counted in."""
+
+MOST_DISPATCHED = 1024
+"""Steps at once: more save the host nothing, and what all of them tell is kept until their end."""
+
 MOST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def count(value: int | None) -> int | None:
-    """Refuse less than 1; None is an option that was not given."""
-    if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} is less than 1")
+    """Refuse less than 1, and what 32 bits do not hold; None is an option that was not given."""
+    return _within(value, MOST_COUNT)
+
+
+def dispatch_steps(value: int | None) -> int | None:
+    """Refuse less than 1, and so many that memory would go to what they tell."""
+    return _within(value, MOST_DISPATCHED)
+
+
+def _within(value: int | None, most: int) -> int | None:
+    if value is not None and not 1 <= value <= most:
+        raise typer.BadParameter(f"{value} is not in the range 1 to {most}")
     return value
 
 

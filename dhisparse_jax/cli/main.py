@@ -6,10 +6,13 @@ away (as typer does it); 2 bad input, or a machine that cannot do it; 130 interr
 
 import contextlib
 import importlib.metadata
+import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -96,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except OSError as error:  # of files, the commands say more: what is left are the streams
         return fail(f"cannot write the output: {error.strerror or error}")
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, AssertionError) as error:
         message = machine_message(error)
         if message is None:
             raise
@@ -124,7 +127,16 @@ def machine_message(error: Exception) -> str | None:
         return f"out of memory: {text or 'on the host'}; lower --hot-rows or --batch"
     if text.startswith("Unable to initialize backend"):
         return text
+    wanted = os.environ.get("JAX_PLATFORMS")
+    if wanted and isinstance(error, AssertionError) and _raised_in(error, "xla_bridge.py"):
+        return f"JAX_PLATFORMS={wanted}: there is no such device here; unset it, or set it to cpu"
     return None
+
+
+def _raised_in(error: Exception, file: str) -> bool:
+    """Whether the innermost frame is in a file of this name."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).name == file
 
 
 def usage_message(error: typer.BadParameter) -> str:

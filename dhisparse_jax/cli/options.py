@@ -10,6 +10,7 @@ import typer
 from dhisparse_jax.cli.checks import (
     AUTO,
     count,
+    dispatch_steps,
     draft_length,
     positive,
 )
@@ -167,7 +168,7 @@ DispatchSteps = Annotated[
     typer.Option(
         "--dispatch-steps",
         metavar="N",
-        callback=count,
+        callback=dispatch_steps,
         help="Decode steps that the device is given at once. More cost the host less per step, but "
         "requests wait for all of them to come and go. Default: 1; on an accelerator 4 for a model "
         "so small that a step takes less time than to launch it.",

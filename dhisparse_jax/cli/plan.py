@@ -19,6 +19,12 @@ MIB = 2**20
 NOTHING = "-"
 
 
+CAVEAT = (
+    "Sizes are per GPU. Expected from bytes and flops at the speeds of configs/gpus.py, some of "
+    "them assumed, with the published locality of GLM-5.1; not compared with a run yet."
+)
+
+
 def plan(
     model: own.PlannedModel = "glm-5.3",
     gpu: own.GpuName = "h200",
@@ -55,6 +61,7 @@ def plan(
             console.print(_table(title, found, rows(asked, found)))
         console.print(_table("ms of a step, expected", found, _stages(found)))
         console.print(_table("Expected", found, _speed(found)))
+        console.print(CAVEAT, markup=False)
         if output:
             output.write(document(asked, model, gpu, found))
 

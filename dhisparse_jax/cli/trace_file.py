@@ -8,12 +8,11 @@ where it is left out.
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dhisparse_jax.cli.checks import SEEDS
+from dhisparse_jax.cli.checks import MOST_FLOAT32, SEEDS
 from dhisparse_jax.cli.prompts import STANDARD_INPUT, read_file
 from dhisparse_jax.errors import UserError
 
@@ -66,7 +65,7 @@ def read_trace(path: Path) -> list[TraceLine]:
 def _parse(where: str, line: str, folder: Path) -> TraceLine:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"{where}: not a JSON object but {type(values).__name__}")
@@ -91,7 +90,7 @@ def _parse(where: str, line: str, folder: Path) -> TraceLine:
 def _seconds(where: str, values: dict[str, Any]) -> float:
     value = values.get("arrival")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    if not number or not 0 <= value <= MOST_FLOAT32:
         raise UserError(f"{where}: arrival is {value}; it must be seconds, 0 or more")
     return float(value)
 

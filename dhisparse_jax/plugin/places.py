@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import state as states
 from dhisparse_jax.hierarchy.state import HierarchyState
 
@@ -99,3 +100,21 @@ def _one_device() -> Mesh:
 def _name(path: tuple[Any, ...]) -> str:
     """Field of a leaf; index keys in two parts have names of their own."""
     return getattr(path[-1], "name", "")
+
+
+def check_state(state: HierarchyState, cfg: HierarchyConfig) -> None:
+    """Whether a state has the sizes of a configuration.
+
+    Raises:
+        UserError: it was made by another one; with the first array that differs.
+    """
+    wanted, wanted_form = jax.tree_util.tree_flatten_with_path(states.abstract(cfg))
+    found, form = jax.tree_util.tree_flatten_with_path(state)
+    if form != wanted_form:
+        raise UserError("the state is of another geometry: make one by init with this cfg")
+    for (path, leaf), (_, like) in zip(found, wanted, strict=True):
+        if leaf.shape != like.shape or leaf.dtype != like.dtype:
+            raise UserError(
+                f"the state's {_name(path)} is {leaf.dtype} {leaf.shape}, and cfg says "
+                f"{like.dtype} {like.shape}: make one by init with this cfg"
+            )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
@@ -12,6 +13,7 @@ from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.requests import join
 from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.plugin.places import check_state
 from dhisparse_jax.plugin.rows import Rows, flat
 
 
@@ -39,15 +41,21 @@ def admit(
         length: positions of the prompt, at most P; None: P.
 
     Raises:
-        UserError: there is no such row, rows are not those of all layers, keys not those of all
-            groups, one of them is not as the geometry says, or the prompt is longer than the
-            capacity.
+        UserError: the state is of other sizes, there is no such row, rows are not those of all
+            layers, keys not those of all groups, one of them is not as the geometry says, or the
+            prompt is longer than the capacity.
     """
     geometry = cfg.geometry
     size, length = _sizes(cfg, rows, keys, length)
-    if isinstance(request, int) and not 0 <= request < cfg.requests:
+    check_state(state, cfg)
+    if isinstance(request, int | np.integer) and not 0 <= request < cfg.requests:
         raise UserError(f"there is no row {request}; there are {cfg.requests} requests")
     request = jnp.asarray(request, jnp.int32)
+    checkify.debug_check(
+        (request >= 0) & (request < cfg.requests),
+        f"there is no row {{}}; there are {cfg.requests} requests",
+        request,
+    )
     checkify.debug_check(
         ~state.active[request], "row {} is taken: `leave` comes before `admit`", request
     )
@@ -87,12 +95,15 @@ def _sizes(
         if key.shape != (size, cfg.geometry.index_width):
             shape = (size, cfg.geometry.index_width)
             raise UserError(f"index keys have shape {key.shape}; they must have {shape}")
-    count = length if isinstance(length, int) else size
-    if count > size or size > cfg.capacity:
+    count = int(length) if isinstance(length, int | np.integer) else size
+    if not 0 <= count <= size <= cfg.capacity:
         raise UserError(
             f"a prompt of {count} positions in {size} rows; the capacity is {cfg.capacity}"
         )
-    return size, jnp.asarray(size if length is None else length, jnp.int32)
+    given = jnp.asarray(size if length is None else length, jnp.int32)
+    possible = jnp.clip(given, 0, size)
+    checkify.debug_check(possible == given, f"a length of {{}} in {size} rows", given)
+    return size, possible
 
 
 def _keys(cfg: HierarchyConfig, keys: Float[Array, "P index"] | None) -> AnyKeys:

@@ -27,6 +27,7 @@ from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.plugin.choice import Choice, check_index, own_selection
+from dhisparse_jax.plugin.places import check_state
 from dhisparse_jax.plugin.rows import Rows, flat, unflat
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.ids import NO_SLOT
@@ -82,11 +83,12 @@ def begin_step(state: HierarchyState, cfg: HierarchyConfig) -> OpenStep:
         cfg: its sizes; static.
 
     Raises:
-        UserError: the geometry is that of a compressed history.
+        UserError: the geometry is that of a compressed history, or the state is of other sizes.
     """
     geometry = cfg.geometry
     if geometry.kept or geometry.rates or geometry.candidates:
         raise UserError("rates, kept and candidates of a Geometry are for models that are served")
+    check_state(state, cfg)
     positions = query_positions(state, cfg)
     checkify.debug_check(
         state.active.any(), "a step without a request: admit one before the first step"
@@ -205,10 +207,10 @@ def end_step(step: OpenStep, accepted: Int[Array, " R"] | None = None) -> Hierar
     Args:
         step: the step, after the last layer.
         accepted: int32 how many of the T tokens of each request stay, the first ones; None: all.
-            What the others wrote is never read.
+            What the others wrote is never read. Less than 0 is 0, more than T is T.
 
     Raises:
-        UserError: a layer has kept nothing in this step.
+        UserError: a layer has kept nothing in this step, or `accepted` has another form.
     """
     cfg = step.cfg
     missing = sorted(set(range(sum(cfg.geometry.layers_per_pool))) - set(step.written))
@@ -220,7 +222,15 @@ def end_step(step: OpenStep, accepted: Int[Array, " R"] | None = None) -> Hierar
     state = groups.close_group(_group_of(step), cfg, step.group)
     if accepted is None:
         accepted = jnp.full(cfg.requests, cfg.queries, jnp.int32)
-    return decode.finish_step(state, cfg, accepted)
+    if accepted.shape != (cfg.requests,) or accepted.dtype != jnp.int32:
+        raise UserError(
+            f"accepted is {accepted.dtype} {accepted.shape}; it must be int32 ({cfg.requests},)"
+        )
+    possible = jnp.clip(accepted, 0, cfg.queries)
+    checkify.debug_check(
+        (possible == accepted).all(), f"accepted is not in the range 0 to {cfg.queries}"
+    )
+    return decode.finish_step(state, cfg, possible)
 
 
 def _layers(cfg: HierarchyConfig, group: int) -> range:

@@ -181,6 +181,8 @@ def _check(asked: Deployment) -> None:
             f"{config.index_top_k} to {config.context}; change --context"
         )
     most = 1 if asked.draft == "none" else draft_config(asked.draft, config).length + 1
+    if asked.accept_length is not None and most == 1:
+        raise UserError("--accept-length is of a draft: name one with --draft")
     if asked.accept_length is not None and not 1 <= asked.accept_length <= most:
         raise UserError(
             f"a step verifies {most} tokens at most, so {asked.accept_length:g} per step are not "

@@ -100,7 +100,7 @@ def test_the_bundled_model_has_its_draft_and_others_none(run, compared, prompt):
     ("arguments", "message"),
     [
         (["--draft-length", "auto"], "--draft-length"),
-        (["--hot-rows", 0], "0 is less than 1"),
+        (["--hot-rows", 0], "0 is not in the range 1 to"),
         (["-p", "missing"], "missing: no such file"),
     ],
 )

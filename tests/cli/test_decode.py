@@ -244,10 +244,10 @@ def test_a_file_is_no_trace_folder(run, fake, prompt):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hot-rows", "0"], "'--hot-rows': 0 is less than 1"),
-        (["--hot-rows", "-4"], "'--hot-rows': -4 is less than 1"),
-        (["--batch", "0"], "'--batch': 0 is less than 1"),
-        (["-n", "0"], "0 is less than 1"),
+        (["--hot-rows", "0"], "'--hot-rows': 0 is not in the range 1 to"),
+        (["--hot-rows", "-4"], "'--hot-rows': -4 is not in the range 1 to"),
+        (["--batch", "0"], "'--batch': 0 is not in the range 1 to"),
+        (["-n", "0"], "0 is not in the range 1 to"),
         (["--max-new-tokens", "many"], "'--max-new-tokens'"),
         (["--temperature", "nan"], "'--temperature': nan is not a number of at least 0"),
         (["--temperature", "1e300"], "'--temperature': 1e+300 is not a number of at least 0"),

@@ -106,3 +106,19 @@ def test_a_reader_that_leaves_early_gives_no_traceback(tmp_path):
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 1
+
+
+def test_more_steps_at_once_than_make_sense_are_refused(run):
+    result = run("decode", "--dispatch-steps", 10**20)
+    assert result.code == 2
+    assert "is not in the range 1 to 1024" in result.err
+
+
+def test_a_platform_that_is_not_there_is_one_line(run, monkeypatch):
+    """JAX asserts that it has found a device of the platform that was named."""
+    code = compile("assert False", "somewhere/xla_bridge.py", "exec")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("dhisparse_jax.cli.main.app", lambda **_: exec(code))
+    result = run("doctor")
+    assert result.code == 2
+    assert result.err.startswith("error: JAX_PLATFORMS=cuda: there is no such device here")

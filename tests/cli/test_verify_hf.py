@@ -123,7 +123,7 @@ def test_more_tokens_than_the_context_are_refused(run, fake, folder):
     ("arguments", "message"),
     [
         (["--split", 11], "--split 11 is more than the 10 tokens"),
-        (["--split", 0], "0 is less than 1"),
+        (["--split", 0], "0 is not in the range 1 to"),
         (["--tolerance", "nan"], "nan is not a number of at least 0"),
     ],
 )

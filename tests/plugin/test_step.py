@@ -1,5 +1,7 @@
 """What a model may do with a step: scans, remat, rows of bytes; and what only values can show."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 from dhisparse_jax import RowFormat, plugin
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import check_invariants
 from tests.support.plugged import TOP_K, admitted, choose, rows, scanned, sizes, unrolled
 
@@ -174,3 +177,31 @@ def test_tokens_that_are_not_accepted_leave_no_trace():
         return np.stack(found)
 
     np.testing.assert_allclose(firsts(3), firsts(1), rtol=1e-6, atol=1e-6)
+
+
+def test_a_state_of_other_sizes_is_refused():
+    cfg = sizes()
+    other = dataclasses.replace(cfg, hot_rows=cfg.hot_rows + 16)
+    state = plugin.init(cfg)
+    for call in (plugin.begin_step, lambda state, cfg: plugin.admit(state, cfg, 0)):
+        with pytest.raises(UserError, match="cfg says"):
+            call(state, other)
+
+
+@pytest.mark.parametrize("accepted", [-2, 4])
+def test_more_or_fewer_tokens_than_there_are_cannot_stay(accepted):
+    cfg = sizes()
+
+    def step(state, accepted):
+        return unrolled(state, cfg, accepted)[1]
+
+    state = jax.jit(admitted, static_argnums=1)(plugin.init(cfg), cfg)
+    before = state.length
+    checked = jax.jit(checkify.checkify(step, errors=checkify.user_checks))
+    error, after = checked(state, jnp.full(cfg.requests, accepted, jnp.int32))
+    with pytest.raises(checkify.JaxRuntimeError, match="accepted is not in the range"):
+        error.throw()
+    moved = np.asarray(after.length - before)[np.asarray(state.active)]
+    assert set(moved.tolist()) == {min(max(accepted, 0), cfg.queries)}
+    with pytest.raises(UserError, match="it must be int32"):
+        jax.eval_shape(step, state, jnp.zeros(cfg.requests + 1, jnp.int32))

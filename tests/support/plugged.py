@@ -38,7 +38,7 @@ def layer_of(step, layer, select=None):
     return attended.values[:, :, 0], step
 
 
-def unrolled(state, cfg):
+def unrolled(state, cfg, accepted=None):
     """A step, layer by layer: what they attend to, added up, and the next state."""
     step, total, first = plugin.begin_step(state, cfg), 0.0, 0
     for layers in cfg.geometry.layers_per_pool:
@@ -47,7 +47,7 @@ def unrolled(state, cfg):
             values, step = layer_of(step, layer, chosen)
             total = total + values
         first += layers
-    return total, plugin.end_step(step)
+    return total, plugin.end_step(step, accepted)
 
 
 def scanned(state, cfg):
