@@ -79,7 +79,7 @@ def write(
     try:
         for event in engine.run(requests):
             if isinstance(event, NewTokens):
-                step = 0 if event.request in first else done + 1
+                step = 0 if event.request in first else done
                 first.discard(event.request)
                 written.tokens[event.request].extend(event.tokens)
                 written.steps[event.request].extend([step] * len(event.tokens))
