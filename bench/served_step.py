@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.concurrency import FIXED_SELECTIONS
 from bench.crowd import Phase
 from bench.load_sweep import make_requests
 from bench.record import environment, save, write
@@ -28,8 +29,6 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.models import registry
 
 POLICIES = (Policy.FIXED, Policy.ADAPTIVE)
-FIXED_SELECTIONS = 2
-"""Budget of `fixed` in selections, as HiSparse has it."""
 
 SETTLING = 40
 """First steps of a phase that its share leaves out."""

@@ -178,6 +178,10 @@ class HierarchyConfig:
         """int32 words of a record: one row per layer, padded to 128 bytes."""
         return _aligned(self.geometry.layers_per_pool[pool] * self.geometry.row.words)
 
+    def record_bytes(self, pool: int) -> int:
+        """Bytes of a record, padding included."""
+        return WORD_BYTES * self.record_words(pool)
+
     @property
     def key_words(self) -> int:
         """int32 words of an index key in host memory, padded as a record is."""

@@ -31,7 +31,6 @@ from dhisparse_jax.speculation.accept import Emitted, accept, stop_at
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
 from dhisparse_jax.speculation.schedule import Load, Profile, Rule, live_queries, observe
 from pallas_kernels.common.ids import NO_SLOT
-from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.plan.types import PlanCounts
 
 
@@ -281,7 +280,7 @@ def _decode_group(  # noqa: PLR0913  # a step's inputs, all of them
 
 def fetched_bytes(cfg: HierarchyConfig, records: PlanCounts) -> Float[Array, " R"]:
     """Bytes that each request fetched from the host in a step, padding included."""
-    sizes = jnp.asarray([WORD_BYTES * cfg.record_words(pool) for pool in range(cfg.pools)])
+    sizes = jnp.asarray([cfg.record_bytes(pool) for pool in range(cfg.pools)])
     # In float32: a step of many requests can fetch more than 2**31 bytes.
     return (records.fetched.astype(jnp.float32) * sizes[:, None].astype(jnp.float32)).sum(axis=0)
 

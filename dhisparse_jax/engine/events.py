@@ -116,7 +116,7 @@ def step_metrics(cfg: HierarchyConfig, counts: PlanCounts) -> StepMetrics:
     layers = cfg.geometry.layers_per_pool
     per_pool = {name: getattr(counts, name).sum(axis=1).tolist() for name in counts._fields}
     rows = lambda name: sum(n * per for n, per in zip(per_pool[name], layers, strict=True))
-    record_bytes = [4 * cfg.record_words(pool) for pool in range(cfg.pools)]
+    record_bytes = [cfg.record_bytes(pool) for pool in range(cfg.pools)]
     fetched = zip(per_pool["fetched"], record_bytes, strict=True)
     return StepMetrics(
         selected_rows=rows("selected"),

@@ -72,7 +72,7 @@ def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
 
 
 def _regions(cfg: HierarchyConfig, number: int) -> tuple[int, int, int]:
-    record = 4 * cfg.record_words(cfg.hot_pools[number][0])
+    record = cfg.record_bytes(cfg.hot_pools[number][0])
     slots = (
         layout.page_region(cfg, number),
         layout.tail_region(cfg, number),

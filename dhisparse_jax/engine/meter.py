@@ -12,7 +12,6 @@ from jaxtyping import Array, Int
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.speculation.schedule import Profile
-from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.plan.types import PlanCounts
 from pallas_kernels.retrieve.api import retrieve as retrieve_op
 from pallas_kernels.retrieve.types import Fetches
@@ -48,7 +47,7 @@ class Meter:
     def __init__(self, cfg: HierarchyConfig, state: HierarchyState | None = None) -> None:
         self._cfg = cfg
         self._byte_seconds = 0.0 if state is None else link_seconds(cfg, state)
-        self._record_bytes = WORD_BYTES * np.array([*map(cfg.record_words, range(cfg.pools))])
+        self._record_bytes = np.array([cfg.record_bytes(pool) for pool in range(cfg.pools)])
         self._step_seconds = self._sent = 1.0
         self._dispatches = 0
         self.profile = self._profile()
@@ -86,7 +85,7 @@ def link_seconds(cfg: HierarchyConfig, state: HierarchyState) -> float:
     places = jnp.arange(count, dtype=jnp.int32)
     read = jax.jit(_read)
     seconds = seconds_of(lambda: read(host, scratch, jnp.asarray(rows), places))
-    return seconds / (count * cfg.record_words(pool) * WORD_BYTES)
+    return seconds / (count * cfg.record_bytes(pool))
 
 
 def seconds_of(call: Callable[[], object]) -> float:

@@ -139,7 +139,7 @@ def step_work(
 
 def _record_bytes(cfg: HierarchyConfig) -> int:
     """Bytes of a record of every pool together."""
-    return sum(4 * cfg.record_words(pool) for pool in range(cfg.pools))
+    return sum(cfg.record_bytes(pool) for pool in range(cfg.pools))
 
 
 def stage_seconds(work: Mapping[str, Work], rates: Rates) -> dict[str, float]:

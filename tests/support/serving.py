@@ -9,7 +9,9 @@ import numpy as np
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
+from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.request import Request
+from dhisparse_jax.hierarchy.invariants import check_invariants
 from tests.support.toy_model import toy
 
 CONTEXT = 96
@@ -113,3 +115,20 @@ def is_idle(engine):
     free = all((hot.owner < 0).all() for hot in state.hot)
     free &= not engine.sharing.pages.users.any() and (state.host_page_of < 0).all()
     return free and not state.active.any() and not state.length.any() and not state.budget.any()
+
+
+def forced(served, tokens, split):
+    """Logits of a text, of which `split` tokens are prefilled; rows that its decoding fetched."""
+    logits, fetched = [], 0
+    for event in forced_logits(served, tokens.tolist(), split):
+        if isinstance(event, np.ndarray):
+            logits.append(event)
+        elif isinstance(event, StepDone):
+            fetched += event.metrics.fetched_rows
+    return np.concatenate(logits), fetched
+
+
+def failed(served):
+    """Names of the invariants that do not hold."""
+    report = check_invariants(served.state, served.cfg)
+    return [name for name, holds in report.items() if not holds]

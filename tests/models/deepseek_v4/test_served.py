@@ -12,8 +12,7 @@ from dhisparse_jax.engine.events import Finished, StepDone
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.engine.recording import Recorder
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.hierarchy.invariants import check_invariants
-from tests.support.serving import run
+from tests.support.serving import failed, forced, run
 from tests.support.small_v4 import (
     CONTEXT,
     FIXTURE,
@@ -40,22 +39,6 @@ REQUESTS = [
 ]
 
 
-def forced(served, split, tokens=TOKENS):
-    """Logits of the fixture's text, and how many records its decoding fetched."""
-    logits, fetched = [], 0
-    for event in forced_logits(served, tokens.tolist(), split):
-        if isinstance(event, np.ndarray):
-            logits.append(event)
-        elif isinstance(event, StepDone):
-            fetched += event.metrics.fetched_rows
-    return np.concatenate(logits), fetched
-
-
-def failed(served):
-    report = check_invariants(served.state, served.cfg)
-    return [name for name, holds in report.items() if not holds]
-
-
 @pytest.mark.parametrize(
     ("policy", "queries", "split"),
     [
@@ -68,7 +51,7 @@ def failed(served):
     ],
 )
 def test_logits_are_those_of_transformers(policy, queries, split):
-    logits, _ = forced(engine(policy, queries), split)
+    logits, _ = forced(engine(policy, queries), TOKENS, split)
     assert np.abs(logits - LOGITS).max() < 4e-5
 
 
@@ -77,8 +60,8 @@ def test_logits_are_those_of_transformers(policy, queries, split):
 @pytest.mark.parametrize("policy", ["fixed", "adaptive"])
 def test_policies_agree_bit_for_bit(policy, queries):
     """Also where records come from the host."""
-    expected, none = forced(engine("resident", queries), 9)
-    logits, fetched = forced(engine(policy, queries), 9)
+    expected, none = forced(engine("resident", queries), TOKENS, 9)
+    logits, fetched = forced(engine(policy, queries), TOKENS, 9)
     assert np.array_equal(logits, expected)
     assert none == 0
     assert fetched > 0 or policy == "adaptive"
@@ -87,7 +70,7 @@ def test_policies_agree_bit_for_bit(policy, queries):
 @pytest.mark.slow
 def test_pieces_of_a_prompt_do_not_matter():
     for chunk in (1, 16, 49):
-        logits, _ = forced(Engine(*model(), config("resident", 1), chunk=chunk), 40)
+        logits, _ = forced(Engine(*model(), config("resident", 1), chunk=chunk), TOKENS, 40)
         assert np.abs(logits - LOGITS).max() < 4e-5
 
 
@@ -157,7 +140,7 @@ def test_history_in_fp8_is_rounded_once():
     found = []
     for policy in ("resident", "fixed"):
         cfg = config(*POLICIES[policy], kv_format="fp8")
-        logits, _ = forced(Engine(*model("fp8"), cfg, chunk=5), 20)
+        logits, _ = forced(Engine(*model("fp8"), cfg, chunk=5), TOKENS, 20)
         assert np.abs(logits - expected).max() < 1e-3
         found.append(logits)
     assert np.array_equal(*found)

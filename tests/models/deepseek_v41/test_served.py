@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.engine.engine import Engine
-from dhisparse_jax.engine.events import StepDone
-from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.hierarchy.invariants import check_invariants
-from tests.support.serving import run
+from tests.support.serving import failed, forced, run
 from tests.support.small_v4 import POLICIES, table_draft
 from tests.support.small_v41 import (
     CONTEXT,
@@ -35,22 +32,6 @@ REQUESTS = [
 ]
 
 
-def forced(served, split, tokens=TOKENS):
-    """Logits of the fixture's text, and how many records its decoding fetched."""
-    logits, fetched = [], 0
-    for event in forced_logits(served, tokens.tolist(), split):
-        if isinstance(event, np.ndarray):
-            logits.append(event)
-        elif isinstance(event, StepDone):
-            fetched += event.metrics.fetched_rows
-    return np.concatenate(logits), fetched
-
-
-def failed(served):
-    report = check_invariants(served.state, served.cfg)
-    return [name for name, holds in report.items() if not holds]
-
-
 @pytest.mark.parametrize(
     ("policy", "queries", "split"),
     [
@@ -64,7 +45,7 @@ def failed(served):
     ],
 )
 def test_logits_are_those_of_the_numpy_model(policy, queries, split):
-    logits, _ = forced(engine(policy, queries), split)
+    logits, _ = forced(engine(policy, queries), TOKENS, split)
     assert np.abs(logits - LOGITS).max() < 4e-5
     assert failed(engine(policy, queries)) == []
 
@@ -80,8 +61,8 @@ def test_logits_are_those_of_the_numpy_model(policy, queries, split):
 )
 def test_policies_agree_bit_for_bit(policy, queries):
     """Also where records come from the host, and selections of a pool take each other's slots."""
-    expected, none = forced(engine("resident", queries), 9)
-    logits, fetched = forced(engine(policy, queries), 9)
+    expected, none = forced(engine("resident", queries), TOKENS, 9)
+    logits, fetched = forced(engine(policy, queries), TOKENS, 9)
     assert np.array_equal(logits, expected)
     assert none == 0
     assert fetched > 0 or policy == "adaptive"
@@ -90,7 +71,7 @@ def test_policies_agree_bit_for_bit(policy, queries):
 @pytest.mark.slow
 def test_pieces_of_a_prompt_do_not_matter():
     for chunk in (1, 16, 49):
-        logits, _ = forced(Engine(*model(), config("resident", 1), chunk=chunk), 40)
+        logits, _ = forced(Engine(*model(), config("resident", 1), chunk=chunk), TOKENS, 40)
         assert np.abs(logits - LOGITS).max() < 4e-5
 
 
@@ -146,7 +127,7 @@ def test_small_history_is_rounded_once(form):
     found = []
     for policy in ("resident", "fixed"):
         cfg = config(*POLICIES[policy], form=form)
-        logits, _ = forced(Engine(*model(form), cfg, chunk=5), 20)
+        logits, _ = forced(Engine(*model(form), cfg, chunk=5), TOKENS, 20)
         off = np.abs(logits - expected).max(axis=-1)
         # Sums in another order round a number between two to the other one, which fades away.
         assert (off < 1e-5).mean() > 0.7
