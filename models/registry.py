@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
@@ -11,6 +12,7 @@ from dhisparse_jax.models.checkpoint import CONVERSION_FILE, OWN_WEIGHTS, load_c
 from dhisparse_jax.models.families import served
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.params import AnyConfig
+from dhisparse_jax.models.placement import placement
 from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
@@ -29,6 +31,7 @@ class LoadedModel:
         context: most positions, prompt and new tokens together.
         eos: token ids that end a text.
         unused: names of tensors of a published checkpoint that the model has no use for.
+        mesh: devices that its weights are on; None: the first one.
     """
 
     name: str
@@ -39,6 +42,7 @@ class LoadedModel:
     context: int
     eos: tuple[int, ...]
     unused: tuple[str, ...] = ()
+    mesh: Mesh | None = None
 
 
 def load(
@@ -48,6 +52,7 @@ def load(
     stored_experts: bool = True,
     kv_format: str | None = None,
     index_format: str | None = None,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -59,9 +64,11 @@ def load(
         stored_experts: whether experts of a Hugging Face checkpoint that are quantised stay so.
         kv_format: format of rows (`configs.formats`); None: what the model's files say.
         index_format: format of index keys, likewise.
+        mesh: devices that the weights go to, see `models.placement`; None: the first one.
 
     Raises:
-        UserError: there is no such model, or its files are not usable.
+        UserError: there is no such model, its files are not usable, or its experts do not divide
+            over the mesh.
     """
     directory = BUNDLED.get(name, Path(name))
     if not directory.is_dir():
@@ -69,11 +76,13 @@ def load(
         raise UserError(
             f"unknown model {name}: neither a bundled one ({known}) nor the folder of a checkpoint"
         )
-    compute = jnp.dtype(dtype)
+    compute, place = jnp.dtype(dtype), placement(mesh)
     if (directory / OWN_WEIGHTS).is_dir():
-        (config, model), unused = load_checkpoint(directory, dtype=compute), ()
+        (config, model), unused = load_checkpoint(directory, dtype=compute, place=place), ()
     else:
-        config, model, unused = load_hf(directory, dtype=compute, stored_experts=stored_experts)
+        config, model, unused = load_hf(
+            directory, dtype=compute, stored_experts=stored_experts, place=place
+        )
     tokenizer, ends = _text(directory, config)
     functions, params = served(model, dtype, kv_format, index_format)
     return LoadedModel(
@@ -85,6 +94,7 @@ def load(
         context=config.context,
         eos=ends,
         unused=unused,
+        mesh=mesh,
     )
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.configs.quantised import FORMATS, WeightFormat
-from dhisparse_jax.models.experts import Groups, Routing, run_groups
+from dhisparse_jax.models.experts import Groups, Routing, on_all_devices, run_groups
 from dhisparse_jax.models.quantised import decode_numbers
 
 SLAB = 128
@@ -107,9 +107,10 @@ class StoredExperts(nnx.Module):
         def run(rows: Float[Array, "rows width"], groups: Groups) -> Float[Array, "rows width"]:
             return self.down(activation(self.gate(rows, groups), self.up(rows, groups)), groups)
 
-        tokens = x.reshape(-1, x.shape[-1])
-        flat = Routing(*(part.reshape(tokens.shape[0], -1) for part in routing))
-        return run_groups(tokens, flat, self.count, run).reshape(x.shape)
+        held = self.down.numbers.shape[0]
+        return on_all_devices(
+            x, routing, self.count, held, lambda *own: run_groups(*own, held, run)
+        )
 
 
 def _inside(weights: WeightFormat) -> bool:

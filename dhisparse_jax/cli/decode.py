@@ -1,6 +1,7 @@
 """`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from dhisparse_jax.cli import format_options as fmt
+from dhisparse_jax.cli import mesh_options as many
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli.interrupt import interrupts
@@ -42,6 +44,7 @@ class DecodeOptions:
     json: Path | None
     record_selections: Path | None
     trace_dir: Path | None
+    devices: many.MeshOptions = many.ONE_DEVICE
 
 
 def decode(  # noqa: PLR0913  # one parameter an option
@@ -66,6 +69,9 @@ def decode(  # noqa: PLR0913  # one parameter an option
     json: opt.Json = None,
     record_selections: opt.RecordSelections = None,
     trace_dir: opt.TraceDir = None,
+    mesh: many.MeshText = None,
+    coordinator: many.Coordinator = None,
+    process: many.Process = None,
 ) -> None:
     """Continue texts over the KV hierarchy.
 
@@ -94,6 +100,7 @@ def decode(  # noqa: PLR0913  # one parameter an option
             json=json,
             record_selections=record_selections,
             trace_dir=trace_dir,
+            devices=many.MeshOptions(mesh, coordinator, process),
         )
     )
 
@@ -106,6 +113,7 @@ def run(options: DecodeOptions) -> None:
         KeyboardInterrupt, BrokenPipeError: after the document and, where it can be, the table.
     """
     # What can be refused without a model is refused before one is loaded.
+    options.devices.check(options.hierarchy.batch, options.record_selections)
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
     written = {"--json": options.json, "--record-selections": options.record_selections}
@@ -124,7 +132,7 @@ def work(
     from dhisparse_jax.cli.session import setting_of
     from dhisparse_jax.cli.tables import hierarchy_table, request_table
 
-    out, err = Console(), Console(stderr=True)
+    out, err = many.consoles(options.devices)
     with interrupts() as check_interrupt:
         loading = err.status(f"loading {options.model}")
         with loading if err.is_terminal else contextlib.nullcontext():
@@ -158,7 +166,8 @@ def prepare(
     """Load the model, encode the prompts, and make an engine that they fit into."""
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
-    loaded = load_model(options.model, options.dtype, options.formats)
+    mesh = many.start(options.devices, told(options, prompts))
+    loaded = load_model(options.model, options.dtype, options.formats, mesh=mesh)
     draft = load_draft(options.draft, loaded)
     if not prompts:
         prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))
@@ -174,6 +183,16 @@ def prepare(
         auto=options.draft.auto,
     )
     return loaded, requests, engine
+
+
+def told(options: DecodeOptions, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """What all processes have to be told alike, by name."""
+    own = ("json", "trace_dir", "devices", "prompt_files")
+    names = (field.name for field in dataclasses.fields(options) if field.name not in own)
+    return {name: getattr(options, name) for name in names} | {
+        "mesh": options.devices.mesh,
+        "prompts": [prompt.data for prompt in prompts],
+    }
 
 
 def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) -> "Request":

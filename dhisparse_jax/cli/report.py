@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 _NUMBERS = re.compile(r"\[\n([\d,\s.e+-]+)\]")
 
 
+NO_MESH = "none"
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What a run ran with: the head of every document."""
+    """What a run ran with: the head of every document. Sizes beside it are those of one device."""
 
     model: str
     backend: str
@@ -33,6 +36,7 @@ class Setting:
     draft: str = "none"
     kv_format: str = "float32"
     index_format: str = "float32"
+    mesh: str = NO_MESH
 
 
 def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> dict[str, Any]:
@@ -45,6 +49,7 @@ def decode_document(setting: Setting, record: "RunRecord", sizes: "Sizes") -> di
         "draft": setting.draft,
         "kv_format": setting.kv_format,
         "index_format": setting.index_format,
+        "mesh": setting.mesh,
         "requests": [
             {
                 "name": request.name,

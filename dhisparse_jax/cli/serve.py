@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dhisparse_jax.cli import format_options as fmt
+from dhisparse_jax.cli import mesh_options as many
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli import serve_options as own
@@ -43,6 +44,7 @@ class ServeOptions:
     sampling: draws.SamplingOptions
     json: Path | None
     record_selections: Path | None
+    devices: many.MeshOptions = many.ONE_DEVICE
 
 
 def serve(  # noqa: PLR0913  # one parameter an option
@@ -66,6 +68,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
     top_p: draws.TopP = 1.0,
     json: opt.Json = None,
     record_selections: opt.RecordSelections = None,
+    mesh: many.MeshText = None,
 ) -> None:
     """Replay a trace of requests against the engine.
 
@@ -95,6 +98,7 @@ def serve(  # noqa: PLR0913  # one parameter an option
             sampling=draws.SamplingOptions(temperature, top_k, top_p, 0),
             json=json,
             record_selections=record_selections,
+            devices=many.MeshOptions(mesh),
         )
     )
 
@@ -106,6 +110,7 @@ def run(options: ServeOptions) -> None:
         UserError: an input or the machine does not allow it.
         KeyboardInterrupt, BrokenPipeError: after the document and, where it can be, the table.
     """
+    options.devices.check(options.hierarchy.batch, options.record_selections)
     lines = read_trace(options.trace)
     read = [line.prompt_file for line in lines if line.prompt_file]
     written = {"--json": options.json, "--record-selections": options.record_selections}
@@ -123,6 +128,7 @@ def work(
     from dhisparse_jax.cli.serve_display import ServeDisplay, summary_table
     from dhisparse_jax.cli.serving import ServingRecord
     from dhisparse_jax.cli.session import setting_of
+    from dhisparse_jax.engine.fleet import resident_share
     from dhisparse_jax.engine.replay import Clock, replay, warm_up
 
     out, err = Console(), Console(stderr=True)
@@ -133,7 +139,7 @@ def work(
             warm_up(engine)
         check_interrupt()
         clock = Clock(options.virtual)
-        state = lambda: (*engine.counts, engine.resident_share())
+        state = lambda: (*engine.counts, resident_share(engine.machines))
         record = ServingRecord(clock.now, state, options.interval)
         stopped: BaseException | None = None
         try:
@@ -162,7 +168,8 @@ def prepare(
     from dhisparse_jax.engine.pace import Limits
     from dhisparse_jax.engine.replay import Arrival
 
-    loaded = load_model(options.model, options.dtype, options.formats)
+    mesh = many.start(options.devices, {})
+    loaded = load_model(options.model, options.dtype, options.formats, mesh=mesh)
     bound = None if options.tpot_ms is None else options.tpot_ms / 1e3
     asked = options.draft
     if bound is not None and asked.name != opt.NO_DRAFT:

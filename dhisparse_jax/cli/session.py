@@ -18,11 +18,13 @@ from dhisparse_jax.cli.options import (
     PolicyName,
 )
 from dhisparse_jax.cli.prompts import Prompt
-from dhisparse_jax.cli.report import Setting
+from dhisparse_jax.cli.report import NO_MESH, Setting
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.mesh import MeshShape
 
 if TYPE_CHECKING:
     import numpy as np
+    from jax.sharding import Mesh
     from jaxtyping import Float
 
     from dhisparse_jax.config import HierarchyConfig
@@ -48,8 +50,13 @@ def load_model(
     dtype: DtypeName = DtypeName.FLOAT32,
     formats: FormatOptions = AS_STORED,
     experts: ExpertsName = ExpertsName.STORED,
+    mesh: "Mesh | None" = None,
 ) -> "LoadedModel":
-    """Load `tiny` or a checkpoint folder. Raises UserError where there is none that works."""
+    """Load `tiny` or a checkpoint folder, onto a mesh if there is one.
+
+    Raises:
+        UserError: there is none that works.
+    """
     from dhisparse_jax.models import registry
 
     loaded = registry.load(
@@ -58,6 +65,7 @@ def load_model(
         stored_experts=experts is ExpertsName.STORED,
         kv_format=formats.rows and formats.rows.value,
         index_format=formats.keys and formats.keys.value,
+        mesh=mesh,
     )
     if loaded.unused:
         count = len(loaded.unused)
@@ -155,22 +163,24 @@ def make_engine(
         rule=rule_of(draft.drafter, auto),
         steps=options.dispatch_steps or default_dispatch_steps(loaded.params),
         limits=limits or NO_LIMITS,
+        mesh=loaded.mesh,
     )
 
 
 def config_for(
     loaded: "LoadedModel", options: HierarchyOptions, requests: int, positions: int, queries: int
 ) -> "HierarchyConfig":
-    """Sizes for the work at hand; see `make_engine`.
+    """Sizes of each device for the work at hand; see `make_engine`.
 
     Raises:
-        UserError: as `host_pages`.
+        UserError: as `host_pages`, or the devices do not divide the requests.
     """
     from dhisparse_jax.config import HierarchyConfig, Policy
     from dhisparse_jax.engine.memory import default_hot_rows
 
-    geometry = loaded.model.geometry
-    rows = options.batch or min(requests, MOST_AT_ONCE)
+    geometry, shape = loaded.model.geometry, MeshShape.of(loaded.mesh)
+    rows = min(-(-requests // shape.devices), MOST_AT_ONCE)
+    rows = rows if options.batch is None else shape.rows(options.batch)
     # A selection is never larger than the room for history.
     selected = geometry.top_k * max(geometry.rates, default=1)
     capacity = min(max(positions + queries - 1, selected), loaded.context)
@@ -187,7 +197,7 @@ def config_for(
     )
     if options.host_memory is None:
         return config
-    pages = host_pages(config, options.host_memory, positions)
+    pages = host_pages(config, options.host_memory, positions, shape.devices)
     return dataclasses.replace(config, host_pages=pages)
 
 
@@ -199,18 +209,21 @@ def default_dispatch_steps(params: "Params") -> int:
     return SMALL_MODEL_STEPS if small and jax.default_backend() != "cpu" else 1
 
 
-def host_pages(config: "HierarchyConfig", gigabytes: float, positions: int) -> int:
-    """Host pages that so many GB hold, but not more than all rows can use.
+def host_pages(
+    config: "HierarchyConfig", gigabytes: float, positions: int, devices: int = 1
+) -> int:
+    """Host pages of a device that so many GB of all hold, but not more than all rows can use.
 
     Args:
         config: sizes of the hierarchy.
         gigabytes: in 10**9 bytes.
         positions: tokens of the longest request.
+        devices: how many share them.
 
     Raises:
         UserError: the longest request does not fit.
     """
-    size = config.host_page_bytes
+    size = config.host_page_bytes * devices
     pages, needed = int(gigabytes * 1e9) // size, -(-positions // config.host_page)
     if pages < needed:
         raise UserError(
@@ -242,4 +255,5 @@ def setting_of(loaded: "LoadedModel", policy: PolicyName, draft: str = NO_DRAFT)
         draft=draft,
         kv_format=loaded.model.geometry.row.name,
         index_format=loaded.model.geometry.index_format,
+        mesh=str(MeshShape.of(loaded.mesh)) if loaded.mesh else NO_MESH,
     )

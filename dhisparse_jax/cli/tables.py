@@ -53,6 +53,7 @@ def _what(setting: Setting) -> list[tuple[str, str]]:
         ("draft", setting.draft),
         ("rows", setting.kv_format),
         ("index keys", setting.index_format),
+        ("mesh", setting.mesh),
         ("backend", f"{setting.backend}, jax {setting.jax_version}"),
     ]
 

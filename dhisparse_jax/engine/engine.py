@@ -5,17 +5,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.events import Event, Finished, NewTokens, StepDone
-from dhisparse_jax.engine.exchange import capture
+from dhisparse_jax.engine.fleet import Fleet, Weights, machines_of
 from dhisparse_jax.engine.flight import Flight, Landed
 from dhisparse_jax.engine.job import Job, Part, check_request
 from dhisparse_jax.engine.ledger import Ledger
 from dhisparse_jax.engine.machine import PREFILL_CHUNK, Machine
 from dhisparse_jax.engine.pace import NO_LIMITS, Limits, Pace
+from dhisparse_jax.engine.pieces import read_piece
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.roster import Roster
+from dhisparse_jax.engine.seat import ALONE
 from dhisparse_jax.engine.session import Session, check_session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
@@ -24,7 +27,7 @@ from dhisparse_jax.speculation.schedule import Rule
 
 
 class Engine(Machine):
-    """Runs requests over one hierarchy; they come and go between steps.
+    """Runs requests over one hierarchy, or one of each device; they come and go between steps.
 
     The device is given the next steps before the host reads those before, so that it never waits
     while only steps are to be done. A request ends on the device by itself: in a dispatch that was
@@ -37,15 +40,17 @@ class Engine(Machine):
     Args:
         model: the served model.
         params: its weights.
-        cfg: sizes of the hierarchy.
+        cfg: sizes of the hierarchy of each device.
         chunk: prompt tokens per prefill call.
         draft: proposes tokens; by default none, so that a step gives one token.
         rule: how many of the proposed tokens are verified.
         steps: decode steps in one dispatch. A request that ends inside one idles until its end.
         limits: on the time per token, and on the memory for preempted requests.
+        mesh: devices, with the axes of `dhisparse_jax.mesh`; None: the first one. Weights that are
+            not on it go to all of them.
 
     Attributes:
-        ledger: what the requests hold.
+        machines: one a device; the engine is the first of this process.
         limits: as given.
         pace: how many may run.
         now: where seconds come from.
@@ -54,7 +59,7 @@ class Engine(Machine):
         UserError: as `Machine`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what it is made of
         self,
         model: ServedModel,
         params: Params,
@@ -64,17 +69,23 @@ class Engine(Machine):
         rule: Rule = Rule.ALL,
         steps: int = 1,
         limits: Limits = NO_LIMITS,
+        mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(model, params, cfg, chunk, draft, rule, steps)
-        self.ledger = Ledger.of(cfg, limits.parking)
-        self.limits = limits
+        weights = None if mesh is None else Weights.on(mesh, params, draft)
+        own, draft, seat = weights.first() if weights else (params, draft, ALONE)
+        super().__init__(model, own, cfg, chunk, draft, rule, steps, seat)
         self.stepwise = limits.tpot is not None
+        self.machines = machines_of(weights, self, rule) if weights else (self,)
+        self._fleet = Fleet(weights, self.machines) if weights else None
+        for machine in self.machines:
+            machine.ledger = Ledger.of(cfg, limits.parking, len(self.machines))
+        self.limits = limits
         self.now: Callable[[], float] = time.perf_counter
         self._reset()
 
     def _reset(self) -> None:
-        self.pace = Pace(self.cfg.requests, self.limits.tpot)
-        self._roster = Roster(self, self.ledger)
+        self.pace = Pace(self.cfg.requests * len(self.machines), self.limits.tpot)
+        self._roster = Roster(self.machines)
         self._pending: deque[Event | Part] = deque()
         self._flight: Flight | None = None
         self._next, self._launched, self._steps = 0, 0, 0
@@ -166,15 +177,7 @@ class Engine(Machine):
             UserError: there is no such request, or it has not produced a token yet.
         """
         self._land()
-        job = self._roster.jobs.get(number)
-        if job is None or job.reason is not None:
-            raise UserError(f"there is no request {number} that could go on")
-        if isinstance(job.outside, Session):
-            return job.outside
-        place = job.outside if job.row is None else job.row
-        if place is None or job.prefill is not None:
-            raise UserError(f"request {number} has not begun; submit it again instead")
-        return capture(self, place, job.request, job.draw, job.produced)
+        return self._roster.session(number)
 
     def preempt(self, number: int) -> bool:
         """Take a request out of its row; it waits again, behind those of its priority.
@@ -220,27 +223,23 @@ class Engine(Machine):
                 yield from self._drain()
                 continue  # who is there, and what was asked, may be another now
             begin = self.now()
-            job = self._roster.entering(self.pace.limit)
-            if job is not None:
-                prefills = job.prefill is not None
-                self._piece(job)
+            jobs = self._roster.entering(self.pace.limit)
+            if jobs:
+                prefills = any(job.prefill is not None for job in jobs)
+                self._read(jobs)
                 self.pace.add_pause(self.now() - begin, prefills)
                 yield from self._drain()
             done += 1
 
-    def _piece(self, job: Job) -> None:
-        """One piece of prefill, or what is left of putting a session back; events are pending."""
-        assert job.row is not None  # `entering` gave it one
-        if job.prefill is None:
-            jax.block_until_ready(self.state.length)
-            return
-        try:
-            self._pending.append(next(job.prefill))
-        except StopIteration as end:
-            first = self.first_token(end.value, job.request, job.draw)
-            job.prefill = None
-            self.write(job.row, job.request, job.draw, first)
-            self._give(job, (int(first[0]),))
+    def _read(self, jobs: Sequence[Job]) -> None:
+        """A piece of prefill of each, or what is left of putting it back; events are pending."""
+        for job in jobs:
+            begun = read_piece(job, *self._roster.place(job), self._pending)
+            if begun is not None:
+                first = self._fleet.told(begun.first) if self._fleet else begun.first
+                self._give(job, (int(first[0]),))
+        if self._fleet:
+            self._fleet.read([job for job in jobs if job.chunk])
 
     def _launch(self) -> Flight | None:
         """Give the device some steps; None where nobody can have anything left to write then."""
@@ -252,7 +251,8 @@ class Engine(Machine):
         self._launched += 1
         begin = self.now()
         with jax.profiler.StepTraceAnnotation("decode_step", step_num=self._launched):
-            return Flight(self.dispatch(), jobs, begin)
+            output = self._fleet.dispatch() if self._fleet else self.dispatch()
+            return Flight(output, jobs, begin, len(self.machines))
 
     def _land(self) -> None:
         """Read the steps that are on their way, if any; their events are pending."""

@@ -20,18 +20,21 @@ class Flight:
 
     Attributes:
         output: what its steps will have done, on its way to the host.
-        jobs: who took part, by row. Some may have left since. For those that ended in the dispatch
-            before, which the host did not know at the launch, it has no tokens.
+        jobs: who took part, by row; the rows of a device follow those of the one before. Some may
+            have left since. For those that ended in the dispatch before, which the host did not
+            know at the launch, it has no tokens.
         begin: when it was launched, in seconds.
+        devices: how many it runs on.
     """
 
     output: Packed
     jobs: Mapping[int, Job]
     begin: float
+    devices: int = 1
 
     def land(self) -> "Landed":
         """Wait for its end."""
-        output = unpacked(self.output)
+        output = unpacked(self.output, self.devices)
         return Landed(output, _tokens(output))
 
 

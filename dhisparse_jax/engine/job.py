@@ -1,20 +1,17 @@
 """A request on its way through the engine."""
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.compiled import Hidden
-from dhisparse_jax.engine.events import Event, FinishReason
+from dhisparse_jax.engine.events import FinishReason
 from dhisparse_jax.engine.exchange import Paged
 from dhisparse_jax.engine.request import Request
+from dhisparse_jax.engine.seat import Chunk, Pieces
 from dhisparse_jax.engine.session import Session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import ServedModel
 from dhisparse_jax.step import MAX_STOPS
-
-Prefill = Generator[Event, None, Hidden]
-"""A prefill between two of its pieces."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,8 +26,10 @@ class Job:
         draw: number that its random draws depend on.
         rank: who goes first: the lower.
         produced: tokens emitted so far, delivered or not.
-        row: where it is; None while it waits.
+        row: where it is; None while it waits. The rows of a device follow those of the one before.
+        home: the device whose row it had last; its host pages are there.
         prefill: the rest of its prefill.
+        chunk: what has to be run before it goes on.
         outside: what it waits with once it has begun: its host pages, or, where these were needed,
             a session.
         reason: why it ended; it may still have tokens to deliver.
@@ -42,7 +41,9 @@ class Job:
     rank: tuple[int, int] = (0, 0)
     produced: list[int] = dataclasses.field(default_factory=list)
     row: int | None = None
-    prefill: Prefill | None = None
+    home: int | None = None
+    prefill: Pieces | None = None
+    chunk: Chunk | None = None
     outside: Paged | Session | None = None
     reason: FinishReason | None = None
 

@@ -66,19 +66,21 @@ class Ledger:
     used: Claim = Claim()
 
     @classmethod
-    def of(cls, cfg: HierarchyConfig, parking: int | None = None) -> "Ledger":
-        """An empty ledger; by default, all free host memory can be parked in.
+    def of(cls, cfg: HierarchyConfig, parking: int | None = None, devices: int = 1) -> "Ledger":
+        """An empty ledger of one of some devices that share host memory.
 
-        Nothing can where a history is more than its records: such a request stays in its row.
+        By default, all that is free of it can be parked in. Nothing can where a history is more
+        than its records: such a request stays in its row.
         """
         pages = sum(layout.pages(cfg, number) for number in range(len(cfg.hot_pools)))
-        every = cfg.requests * cfg.capacity
-        total = Claim(every, pages, cfg.requests * cfg.pools * cfg.tail)
+        positions = cfg.requests * cfg.capacity
+        total = Claim(positions, pages, cfg.requests * cfg.pools * cfg.tail)
         floor = sum(cfg.floor_pages(pool) for pool in range(cfg.pools))
         claim = Claim(cfg.capacity, floor, cfg.pools * cfg.tail)
         if cfg.geometry.kept:
             parking = 0
-        return cls(total, claim, free_host_bytes() if parking is None else parking)
+        every = free_host_bytes() if parking is None else parking
+        return cls(total, claim, every // devices)
 
     @property
     def idle(self) -> bool:

@@ -14,18 +14,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.engine.cell import Cell
 from dhisparse_jax.engine.compiled import Compiled, Hidden
-from dhisparse_jax.engine.events import Event, PrefillProgress
+from dhisparse_jax.engine.events import PrefillProgress
+from dhisparse_jax.engine.ledger import Ledger
 from dhisparse_jax.engine.memory import check_memory
 from dhisparse_jax.engine.meter import Meter, seconds_of
-from dhisparse_jax.engine.output import Packed, places
+from dhisparse_jax.engine.output import Packed, places, send_to_host
 from dhisparse_jax.engine.request import Request
+from dhisparse_jax.engine.seat import ALONE, Chunk, Pieces, Seat
 from dhisparse_jax.engine.session import fingerprint
 from dhisparse_jax.engine.sharing import Entry, Holding, Sharing
 from dhisparse_jax.engine.watch import Nobody, Watcher
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
-from dhisparse_jax.hierarchy.state import HierarchyState, init
+from dhisparse_jax.hierarchy.state import init
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.prefill import Prompt, padded_capacity
 from dhisparse_jax.sampling import sampler_row
@@ -37,7 +40,7 @@ from pallas_kernels.common.ids import NO_SLOT
 PREFILL_CHUNK = 256
 
 
-class Machine:
+class Machine(Cell):
     """One hierarchy and the jitted functions over it.
 
     Args:
@@ -48,18 +51,17 @@ class Machine:
         draft: proposes tokens; by default none, so that a step gives one token.
         rule: how many of the proposed tokens are verified.
         steps: decode steps in one dispatch. A request that ends inside one idles until its end.
+        seat: where it is.
 
     Attributes:
         steps: as given.
-        state: the hierarchy, between steps.
-        draft_state: what the drafter keeps of every request.
-        load: what the last steps were like, for the rule.
-        texts: what every row is writing.
         meter: what the machine does, for the rule.
         sizes: bytes of its parts.
         stepwise: wait for every piece of prefill, so that what it takes can be known.
         compiled: the jitted functions.
         sharing: who has which host pages.
+        ledger: what the requests hold.
+        together: whether chunks of prompts are run for it.
         watcher: is told of what changes the hierarchy.
         commit: puts arrays where the jitted functions want them.
 
@@ -77,6 +79,7 @@ class Machine:
         draft: Draft = NO_DRAFT,
         rule: Rule = Rule.ALL,
         steps: int = 1,
+        seat: Seat = ALONE,
     ) -> None:
         if cfg.capacity > model.context:
             raise UserError(
@@ -84,28 +87,35 @@ class Machine:
                 f"{model.context}"
             )
         check_draft(draft.drafter, cfg)
-        self.sizes = check_memory(cfg, draft.drafter)
-        self.steps, self.stepwise = steps, False
+        self.sizes = check_memory(cfg, draft.drafter, seat.beside)
+        self.steps, self.stepwise, self.together = steps, False, False
+        device = seat.device or jax.devices()[0]
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
-        commit = self.commit = partial(jax.device_put, device=jax.devices()[0])
+        commit = self.commit = partial(jax.device_put, device=device)
         self.model, self.params, self.cfg = model, commit(params), cfg
         self.drafter, self.draft_params = draft.drafter, commit(draft.params)
         speculation = Speculation(draft.drafter, rule)
         self._weights, form = jax.tree.flatten(self.params)
-        self.compiled = Compiled(model, cfg, min(chunk, cfg.capacity), speculation, form, steps)
-        self.state: HierarchyState = init(cfg)
+        self.compiled = seat.programs or Compiled(
+            model, cfg, min(chunk, cfg.capacity), speculation, form, steps
+        )
+        super().__init__(
+            DecodeState(
+                hierarchy=init(cfg, device),
+                draft=commit(draft.drafter.init(cfg.requests)),
+                load=commit(init_load(cfg.requests, draft.drafter.length)),
+                texts=commit(no_texts(cfg.requests)),
+            )
+        )
         self.watcher: Watcher = Nobody()
-        self.sharing = Sharing(cfg)
-        self.draft_state = commit(draft.drafter.init(cfg.requests))
-        self.load = commit(init_load(cfg.requests, draft.drafter.length))
-        self.texts = commit(no_texts(cfg.requests))
+        self.sharing, self.ledger = Sharing(cfg), Ledger.of(cfg)
         self._places = deque(commit(places(cfg, steps)))
         self.meter = Meter(cfg, self.state) if rule is not Rule.ALL else Meter(cfg)
 
     def prefill(
         self, row: int, number: int, tokens: Sequence[int], entry: Entry | None = None
-    ) -> Generator[Event, None, Hidden]:
+    ) -> Pieces:
         """Prefill a prompt into a free row, group by group; returns its final hidden states.
 
         The drafter gets the prompt too. Of what is shared, it needs the hidden states of the newest
@@ -119,17 +129,13 @@ class Machine:
         origin = self._origin(int(entry.shared))
         chunk, own = self.compiled.chunk, tokens[origin:]
         starts = range(0, len(own), chunk)
-        padded = np.zeros(padded_capacity(self.cfg, chunk), np.int32)
-        padded[: len(own)] = own
         self.join(row, len(tokens), entry.pages)
-        hidden = self.compiled.embed(self.params, jnp.asarray(padded), np.int32(origin))
+        hidden = self.embed(own, origin)
         total, done = len(starts) * self.cfg.pools, 0
         for pool in range(self.cfg.pools):
-            prompt = self.compiled.begin_prompt(self.state, pool, entry)
+            prompt = self.begin_prompt(pool, entry)
             for start in starts:
-                hidden, prompt = self.compiled.prefill(
-                    self.params, pool, hidden, prompt, jnp.int32(start)
-                )
+                hidden, prompt = yield from self._run(Chunk(pool, hidden, prompt, start))
                 done += 1
                 if self.stepwise:
                     jax.block_until_ready(hidden)
@@ -137,15 +143,42 @@ class Machine:
             self.admit(row, pool, prompt, entry)
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
         self.sharing.has(row, tokens)
-        self._draft_prompt(row, hidden.taps, origin, len(tokens))
+        self.draft_prompt(row, hidden, origin, len(tokens))
         return hidden
+
+    def embed(self, tokens: Sequence[int], origin: int) -> Hidden:
+        """A prompt from position `origin` on, before the first pool."""
+        padded = np.zeros(padded_capacity(self.cfg, self.compiled.chunk), np.int32)
+        padded[: len(tokens)] = tokens
+        return self.compiled.embed(self.params, jnp.asarray(padded), np.int32(origin))
+
+    def begin_prompt(self, pool: int, entry: Entry) -> Prompt:
+        """What is known of a prompt in a pool before its first chunk."""
+        return self.compiled.begin_prompt(self.state, pool, entry)
+
+    def run_alone(self, chunk: Chunk) -> tuple[Hidden, Prompt]:
+        """What a chunk makes of a prompt."""
+        return self.compiled.prefill(
+            self.params, chunk.pool, chunk.hidden, chunk.prompt, jnp.int32(chunk.start)
+        )
+
+    def _run(self, chunk: Chunk) -> Generator[Chunk, None, tuple[Hidden, Prompt]]:
+        """The same, by whoever runs it."""
+        if not self.together:
+            return self.run_alone(chunk)
+        yield chunk
+        return chunk.hidden, chunk.prompt
 
     def _origin(self, shared: int) -> int:
         """First position that is computed of a prompt whose first `shared` are there."""
         window = self.drafter.window
         return 0 if window is None else max(0, shared - window)
 
-    def _draft_prompt(
+    def draft_prompt(self, row: int, hidden: Hidden, origin: int, length: int) -> None:
+        """Give the drafter a prompt that begins with position `origin`."""
+        self._draft_taps(row, hidden.taps, origin, length)
+
+    def _draft_taps(
         self, row: int, taps: Float[Array, "taps Q D"], origin: int, length: int
     ) -> None:
         """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
@@ -163,7 +196,7 @@ class Machine:
         """The drafter knows nothing of a row's positions; its features of them are zeros."""
         stream = jax.eval_shape(self.model.embed, self.params, np.zeros((1, 1), np.int32))
         shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
-        self._draft_prompt(row, self.commit(np.zeros(shape, stream.dtype)), 0, length)
+        self._draft_taps(row, self.commit(np.zeros(shape, stream.dtype)), 0, length)
 
     def join(self, row: int, length: int, pages: Int[Array, " N"] | Int[np.ndarray, " N"]) -> None:
         """A request of `length` positions takes a free row; `pages` are its host pages."""
@@ -225,19 +258,13 @@ class Machine:
 
         It can be read until the dispatch after the next one, which takes its place.
         """
-        state = DecodeState(
-            hierarchy=self.state, draft=self.draft_state, load=self.load, texts=self.texts
-        )
         place = self._places.popleft()
         state, output = self.compiled.step(
-            self._weights, self.draft_params, self.meter.profile, state, place
+            self._weights, self.draft_params, self.meter.profile, self.cell(), place
         )
         self._places.append(output)
-        self.state, self.draft_state = state.hierarchy, state.draft
-        self.load, self.texts = state.load, state.texts
-        for leaf in jax.tree.leaves(output):
-            if leaf.size:
-                leaf.copy_to_host_async()
+        self.put(state)
+        send_to_host(output)
         self.watcher.stepped(output)
         return output
 
@@ -252,14 +279,14 @@ class Machine:
         inputs = (self.params, self.draft_params, self.draft_state, self.texts, self.state.length)
         return seconds_of(lambda: self.compiled.draft_step(*inputs))
 
-    def resident_share(self) -> float:
-        """Part of the committed history that hot pages and tails have room for; 1 of nothing."""
+    def residency(self) -> tuple[int, int]:
+        """Records that hot pages and tails have room for, and records of the history."""
         pools = range(self.cfg.pools)
         complete = [layout.complete(self.cfg, pool, self.state.length) for pool in pools]
         budget, lengths = jax.device_get((self.state.budget, complete))
         records = np.stack(lengths)
         room = np.minimum(budget * self.cfg.page_slots + self.cfg.tail, records)
-        return float(room.sum() / records.sum()) if records.any() else 1.0
+        return int(room.sum()), int(records.sum())
 
     @functools.cached_property
     def model_id(self) -> str:

@@ -121,33 +121,42 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
     return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))
 
 
-def _smaller_device(cfg: HierarchyConfig) -> str:
+def _smaller_device(cfg: HierarchyConfig, batch: int) -> str:
     """What makes the device part of a state smaller."""
     if cfg.policy is Policy.RESIDENT:
-        return f"use --policy adaptive, or lower --batch (now {cfg.requests})"
-    return f"lower --hot-rows (now {cfg.hot_rows}) or --batch (now {cfg.requests})"
+        return f"use --policy adaptive, or lower --batch (now {batch})"
+    return f"lower --hot-rows (now {cfg.hot_rows}) or --batch (now {batch})"
 
 
-def check_memory(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
-    """The sizes of the state, if it fits.
+def check_memory(
+    cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter, devices: int = 1
+) -> Sizes:
+    """The sizes of the state of one device, if it fits.
+
+    Args:
+        cfg: sizes of its hierarchy.
+        drafter: of its draft.
+        devices: how many like it are beside each other in one host memory, this one included.
 
     Raises:
         UserError: with what is needed, what there is, and what to change.
     """
     needed = sizes(cfg, drafter)
+    on_cpu, batch = jax.default_backend() == "cpu", devices * cfg.requests
     gib = lambda size: f"{size / 2**30:.2f} GiB"
     free = free_device_bytes()
-    if needed.device_bytes > free:
+    device_bytes = needed.device_bytes * (devices if on_cpu else 1)
+    if device_bytes > free:
         raise UserError(
-            f"the {cfg.policy.value} state needs {gib(needed.device_bytes)} of device memory, "
-            f"{gib(free)} are free; {_smaller_device(cfg)}"
+            f"the {cfg.policy.value} state needs {gib(device_bytes)} of device memory, "
+            f"{gib(free)} are free; {_smaller_device(cfg, batch)}"
         )
-    together = needed.host_bytes + (needed.device_bytes if jax.default_backend() == "cpu" else 0)
+    together = devices * needed.host_bytes + (device_bytes if on_cpu else 0)
     free = free_host_bytes()
     if together > free:
         limit = f", or raise {PINNED_LIMIT_VARIABLE}" if jax.default_backend() == "gpu" else ""
         raise UserError(
             f"the host pools ({HOST_KIND}) and what shares their memory need {gib(together)}, "
-            f"{gib(free)} are free; lower --batch (now {cfg.requests}) or --host-memory{limit}"
+            f"{gib(free)} are free; lower --batch (now {batch}) or --host-memory{limit}"
         )
     return needed

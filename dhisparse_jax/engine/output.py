@@ -22,6 +22,9 @@ from dhisparse_jax.speculation.schedule import Profile
 from dhisparse_jax.step import DecodeState, Speculation, StepOutput, decode_steps
 from pallas_kernels.plan.types import PlanCounts
 
+REQUEST_AXES = (1, 1, 1, *(2 for _ in PlanCounts._fields))
+"""Where requests are in the leaves that are packed, in their order."""
+
 
 @pytree
 class Packed:
@@ -71,13 +74,32 @@ def places(cfg: HierarchyConfig, steps: int) -> list[Packed]:
     return [Packed(numbers=empty(numbers), selection=empty(selection)) for _ in range(2)]
 
 
-def unpacked(packed: Packed) -> StepOutput:
-    """The output as NumPy arrays; waits until the device has written it."""
-    selection: Any = jax.device_get(packed.selection)
-    shapes = _shapes(*selection.shape[:4])
+def send_to_host(packed: Packed) -> None:
+    """Begin to copy what the device writes, once it has."""
+    for leaf in (packed.numbers, packed.selection):
+        if leaf.size:
+            leaf.copy_to_host_async()
+
+
+def unpacked(packed: Packed, devices: int = 1) -> StepOutput:
+    """The output as NumPy arrays; waits until it is written.
+
+    Args:
+        packed: what the steps gave.
+        devices: how many it is of: their numbers are one after the other, their requests too.
+    """
+    selection: Any = packed.selection
+    # Nothing to read where nothing is recorded, and not every process could.
+    selection = jax.device_get(selection) if selection.size else np.zeros(selection.shape, np.int32)
+    steps, pools, requests, queries = selection.shape[:4]
+    shapes = _shapes(steps, pools, requests // devices, queries)
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    parts = np.split(jax.device_get(packed.numbers), ends[:-1])
-    leaves: list[Any] = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    numbers = jax.device_get(packed.numbers).reshape(devices, -1)
+    parts = np.split(numbers, ends[:-1], axis=1)
+    each = zip(parts, shapes, REQUEST_AXES, strict=True)
+    leaves: list[Any] = [
+        np.concatenate(list(part.reshape(devices, *shape)), axis=axis) for part, shape, axis in each
+    ]
     tokens, count, verified, *records = leaves
     return StepOutput(
         tokens=tokens,

@@ -1,6 +1,7 @@
 """The KV hierarchy: pure functions over one state pytree.
 
 state       the pytree, its shapes, an empty one
+places      the state on devices, of one or of several
 layout      slot numbers: pages, tails and staging in one index space
 formats     rows and index keys as they are stored
 update      replacing one part of the state

@@ -200,13 +200,14 @@ def _abstract_hot(cfg: HierarchyConfig, number: int) -> HotPool:
     )
 
 
-def init(cfg: HierarchyConfig) -> HierarchyState:
-    """An empty hierarchy: no request, no record, every page free.
+def init(cfg: HierarchyConfig, device: jax.Device | None = None) -> HierarchyState:
+    """An empty hierarchy: no request, no record, every page free; on the first device by default.
 
     Every leaf is committed to its device, as the leaves that a jitted function returns for it are:
     JAX compiles anew for an array that is committed where the last one was not.
     """
-    host, device = host_sharding(), jax.devices()[0]
+    device = device or jax.devices()[0]
+    host = host_sharding(device)
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = getattr(path[-1], "name", None)

@@ -13,8 +13,8 @@ from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.requests import join
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.plugin.places import check_state
 from dhisparse_jax.plugin.rows import Rows, flat
+from dhisparse_jax.plugin.sizes import check_state
 
 
 def admit(

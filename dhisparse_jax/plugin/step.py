@@ -27,8 +27,8 @@ from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.plugin.choice import Choice, check_index, own_selection
-from dhisparse_jax.plugin.places import check_state
 from dhisparse_jax.plugin.rows import Rows, flat, unflat
+from dhisparse_jax.plugin.sizes import check_state
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.rows import gather_words, unpack

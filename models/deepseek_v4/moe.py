@@ -80,6 +80,7 @@ class V4Moe(nnx.Module):
         experts, form = config.num_experts, config.expert_format
         param_dtype = jnp.dtype(config.param_dtype)
         self.router = V4Router(config, hashed=hashed, rngs=rngs)
+        self.num_experts = experts
         self.stored = StoredExperts(experts, width, inner, form) if form != FLOAT else None
         if form == FLOAT:
             init, down_init = weight_init(width), residual_init(inner, config.num_layers)
@@ -102,7 +103,8 @@ class V4Moe(nnx.Module):
         assert self.down is not None
         gate_up, down = (part[...].astype(self.dtype) for part in (self.gate_up, self.down))
         split = lambda both: activation(*jnp.split(both, 2, axis=-1))
-        return run_experts(x, routing, gate_up, down, split) + self.shared(x)
+        routed = run_experts(x, routing, gate_up, down, split, self.num_experts)
+        return routed + self.shared(x)
 
 
 def bounded_swiglu(

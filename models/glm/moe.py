@@ -102,7 +102,7 @@ class MoeMlp(nnx.Module):
             assert self.gate_up is not None  # one of the two forms is there
             assert self.down is not None
             gate_up, down = (part[...].astype(self.dtype) for part in (self.gate_up, self.down))
-            routed = run_experts(x, routing, gate_up, down, _gate)
+            routed = run_experts(x, routing, gate_up, down, _gate, self.num_experts)
         return routed if self.shared is None else routed + self.shared(x)
 
 

@@ -73,8 +73,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         given.asked |= {"options": options, **sizes}
         return given.engine
 
-    def load_model(name, dtype="float32", formats=AS_STORED, experts="stored"):
-        given.asked |= {"model": name, "dtype": dtype, "formats": formats}
+    def load_model(name, dtype="float32", formats=AS_STORED, experts="stored", mesh=None):
+        given.asked |= {"model": name, "dtype": dtype, "formats": formats, "mesh": mesh}
         return given.loaded
 
     def load_draft(options, loaded):

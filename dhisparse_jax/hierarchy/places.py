@@ -5,6 +5,7 @@ of them is one pytree whose leaves are those of the devices side by side. A step
 devices (`jax.shard_map`) sees its own part, with all ids in it.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import state as states
 from dhisparse_jax.hierarchy.state import HierarchyState
 
@@ -22,19 +22,23 @@ BY_POOL = frozenset(
 """The leaves whose first axis is pools, and whose second one is requests."""
 
 
-def partition_specs(cfg: HierarchyConfig, axis: str) -> HierarchyState:
+Axis = str | tuple[str, ...]
+"""One axis of a mesh, or several as one."""
+
+
+def partition_specs(cfg: HierarchyConfig, axis: Axis) -> HierarchyState:
     """How the state is split over the devices of a mesh axis, for `jax.shard_map`.
 
     Args:
         cfg: sizes of the hierarchy of one device.
-        axis: name of the mesh axis.
+        axis: name of the mesh axis, or of several.
 
     Returns:
         The state with a `PartitionSpec` in place of each array.
     """
 
     def spec(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> PartitionSpec:
-        name = _name(path)
+        name = name_of(path)
         if name == "step":
             return PartitionSpec()
         return PartitionSpec(None, axis) if name in BY_POOL else PartitionSpec(axis)
@@ -64,10 +68,8 @@ def abstract(
     def placed(
         path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, spec: PartitionSpec
     ) -> jax.ShapeDtypeStruct:
-        parts = [mesh.shape[axis] if part == axis else 1 for part in spec]
-        parts += [1] * (len(leaf.shape) - len(parts))
-        shape = tuple(size * part for size, part in zip(leaf.shape, parts, strict=True))
-        kind = host if _name(path) in states.HOST_LEAVES else None
+        shape = whole_shape(leaf.shape, mesh, spec)
+        kind = host if name_of(path) in states.HOST_LEAVES else None
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
@@ -81,7 +83,7 @@ def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None
         return states.init(cfg)
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        fill = states.FILL.get(_name(path), 0)
+        fill = states.FILL.get(name_of(path), 0)
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # an array has a part on every device here
@@ -93,28 +95,18 @@ def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg, mesh, axis))
 
 
+def whole_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
+    """Shape of an array whose parts have `shape`: 2 devices with 3 rows each have 6 rows."""
+    axes = [(part,) if isinstance(part, str) else part or () for part in spec]
+    axes += [()] * (len(shape) - len(axes))
+    sizes = zip(shape, axes, strict=True)
+    return tuple(size * math.prod(mesh.shape[axis] for axis in over) for size, over in sizes)
+
+
 def _one_device() -> Mesh:
     return Mesh(np.array(jax.devices()[:1]), ("all",), axis_types=(AxisType.Auto,))
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def name_of(path: tuple[Any, ...]) -> str:
     """Field of a leaf; index keys in two parts have names of their own."""
     return getattr(path[-1], "name", "")
-
-
-def check_state(state: HierarchyState, cfg: HierarchyConfig) -> None:
-    """Whether a state has the sizes of a configuration.
-
-    Raises:
-        UserError: it was made by another one; with the first array that differs.
-    """
-    wanted, wanted_form = jax.tree_util.tree_flatten_with_path(states.abstract(cfg))
-    found, form = jax.tree_util.tree_flatten_with_path(state)
-    if form != wanted_form:
-        raise UserError("the state is of another geometry: make one by init with this cfg")
-    for (path, leaf), (_, like) in zip(found, wanted, strict=True):
-        if leaf.shape != like.shape or leaf.dtype != like.dtype:
-            raise UserError(
-                f"the state's {_name(path)} is {leaf.dtype} {leaf.shape}, and cfg says "
-                f"{like.dtype} {like.shape}: make one by init with this cfg"
-            )

@@ -1,0 +1,296 @@
+"""The machines of a mesh as one: every decode step is one program over all devices.
+
+The state is put together for steps, and taken apart when somebody asks a machine for its part, as
+whoever enters or leaves a row does. Rows of prompts are read by each device by itself, unless
+experts are spread over several: then chunks of prompts are run together too.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from dhisparse_jax.engine.compiled import Hidden
+from dhisparse_jax.engine.elsewhere import Elsewhere
+from dhisparse_jax.engine.job import Job
+from dhisparse_jax.engine.machine import Machine
+from dhisparse_jax.engine.output import Packed, places, send_to_host
+from dhisparse_jax.engine.seat import Chunk, Seat
+from dhisparse_jax.engine.sharing import Entry
+from dhisparse_jax.engine.spread import (
+    Tree,
+    is_here,
+    joined,
+    on_mesh,
+    part_of,
+    shardings_of,
+    specs_of,
+)
+from dhisparse_jax.hierarchy.places import partition_specs
+from dhisparse_jax.mesh import AXES, EXPERT
+from dhisparse_jax.model import Params
+from dhisparse_jax.prefill import Prompt
+from dhisparse_jax.speculation.protocol import Draft
+from dhisparse_jax.speculation.schedule import Profile, Rule
+from dhisparse_jax.step import DecodeState
+from pallas_kernels.common.ids import NO_SLOT
+
+ROWS = P(AXES)
+"""Arrays whose first axis the devices share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Of the model and of the draft, on a mesh.
+
+    Attributes:
+        mesh: the devices.
+        params: of the model; routed experts may be spread over the axis EXPERT.
+        draft: who proposes, with its weights.
+    """
+
+    mesh: Mesh
+    params: Params
+    draft: Draft
+
+    @classmethod
+    def on(cls, mesh: Mesh, params: Params, draft: Draft) -> "Weights":
+        """Weights that are not on the mesh yet go to every device of it."""
+        params, own = on_mesh(mesh, params), on_mesh(mesh, draft.params)
+        return cls(mesh, params, dataclasses.replace(draft, params=own))
+
+    @property
+    def here(self) -> list[jax.Device]:
+        """Devices of this process."""
+        return [device for device in self.mesh.devices.flat if is_here(device)]
+
+    def first(self) -> tuple[Params, Draft, Seat]:
+        """What the first machine of this process is made with."""
+        device = self.here[0]
+        return (*self.part(device), Seat(device, beside=len(self.here)))
+
+    def part(self, device: jax.Device) -> tuple[Params, Draft]:
+        """What one of them has."""
+        own = part_of(self.draft.params, device)
+        return part_of(self.params, device), dataclasses.replace(self.draft, params=own)
+
+
+def machines_of(weights: Weights, first: Machine, rule: Rule) -> tuple[Machine, ...]:
+    """A machine for every device, in the order of the mesh.
+
+    Args:
+        weights: on the mesh.
+        first: the machine of this process's first device, which the others are like.
+        rule: how many proposals are verified.
+    """
+    together = weights.mesh.shape[EXPERT] > 1
+    first.together = together
+
+    def machine(device: jax.Device) -> Machine:
+        if device == weights.here[0]:
+            return first
+        if not is_here(device):
+            return Elsewhere(first)
+        params, draft = weights.part(device)
+        seat = Seat(device, first.compiled)
+        chunk = first.compiled.chunk
+        made = Machine(first.model, params, first.cfg, chunk, draft, rule, first.steps, seat)
+        made.stepwise, made.together = first.stepwise, together
+        return made
+
+    return tuple(machine(device) for device in weights.mesh.devices.flat)
+
+
+class Fleet:
+    """Runs steps of several machines, and chunks of their prompts, together.
+
+    Args:
+        weights: on the mesh.
+        machines: as `machines_of` gives them.
+    """
+
+    def __init__(self, weights: Weights, machines: Sequence[Machine]) -> None:
+        self._mesh, self._devices = weights.mesh, weights.here
+        self._machines = machines
+        self._here = [machine for machine in machines if not isinstance(machine, Elsewhere)]
+        self._params, self._weights = weights.params, jax.tree.leaves(weights.params)
+        self._draft_params = weights.draft.params
+        self._gathers = len(self._here) < len(machines)
+        self._whole: DecodeState | None = None
+        self._profile: tuple[Profile, Profile] | None = None
+        first = self._here[0]
+        rows = lambda tree: jax.tree.map(lambda _: ROWS, tree)
+        self._specs = DecodeState(
+            hierarchy=partition_specs(first.cfg, AXES),
+            draft=rows(first.draft_state),
+            load=rows(first.load),
+            texts=rows(first.texts),
+        )
+        self._output = Packed(numbers=P() if self._gathers else ROWS, selection=P(None, None, AXES))
+        self._step = self._step_program()
+        self._chunk = jax.jit(self._run_chunk, static_argnums=1, donate_argnums=(2, 3))
+        self._places = deque(self._new_places())
+        for machine in self._here:
+            machine.fetch = self._take_apart
+
+    def dispatch(self) -> Packed:
+        """Launch some decode steps on all devices; see `Machine.dispatch`."""
+        if self._whole is None:
+            parts = [machine.take() for machine in self._here]
+            self._whole = joined(self._mesh, self._specs, parts)
+        profile, place = self._on_all(self._here[0].meter.profile), self._places.popleft()
+        self._whole, output = self._step(
+            self._weights, self._draft_params, profile, self._whole, place
+        )
+        self._places.append(output)
+        send_to_host(output)
+        return output
+
+    def read(self, jobs: Sequence[Job]) -> None:
+        """Run the chunks of those whose prompts are in the lowest pool, at most one a device.
+
+        The other devices do the same work for nothing: all that share experts must take part.
+        """
+        if not jobs:
+            return
+        chunks = {job.home: job.chunk for job in jobs}
+        pool = min(chunk.pool for chunk in chunks.values() if chunk)
+        mine = [
+            _chunk_in(pool, machine, chunks.get(number))
+            for number, machine in enumerate(self._machines)
+            if not isinstance(machine, Elsewhere)
+        ]
+        hidden, prompt = (
+            self._join_rows([_lifted(getattr(chunk, name)) for chunk in mine])
+            for name in ("hidden", "prompt")
+        )
+        start = self._join_rows(
+            [
+                jax.device_put(np.full(1, chunk.start, np.int32), device)
+                for chunk, device in zip(mine, self._devices, strict=True)
+            ]
+        )
+        hidden, prompt = self._chunk(self._params, pool, hidden, prompt, start)
+        for chunk, device in zip(mine, self._devices, strict=True):
+            chunk.hidden = _lowered(part_of(hidden, device))
+            chunk.prompt = _lowered(part_of(prompt, device))
+        for job in jobs:
+            job.chunk = job.chunk if job.chunk and job.chunk.pool != pool else None
+
+    def told(self, first: Any) -> Any:  # noqa: ANN401  # arrays
+        """A token, int32 [1], that one process has, in all of them; the others give None."""
+        if not self._gathers:
+            return first
+        mine = np.full(1, NO_SLOT, np.int32) if first is None else np.asarray(first)
+        return np.max(multihost_utils.process_allgather(mine), axis=0)
+
+    def _take_apart(self) -> None:
+        """Give every machine its part of the state."""
+        whole, self._whole = self._whole, None
+        for machine, device in zip(self._here, self._devices, strict=True):
+            machine.put(part_of(whole, device))
+
+    def _on_all(self, profile: Profile) -> Profile:
+        """The profile on every device; a new one is sent once."""
+        if self._profile is None or self._profile[0] is not profile:
+            specs = jax.tree.map(lambda _: P(), profile)
+            parts = [jax.device_put(profile, device) for device in self._devices]
+            self._profile = profile, joined(self._mesh, specs, parts)
+        return self._profile[1]
+
+    def _join_rows(self, parts: Sequence[Tree]) -> Tree:
+        return joined(self._mesh, jax.tree.map(lambda _: ROWS, parts[0]), parts)
+
+    def _step_program(self) -> Any:  # noqa: ANN401  # a jitted function
+        step, draft = self._here[0].compiled.step, specs_of(self._draft_params)
+
+        def local(*operands: Any) -> tuple[DecodeState, Packed]:  # noqa: ANN401  # of `packed_steps`
+            state, output = step(*operands)
+            if self._gathers:  # every process reads what all devices tell
+                numbers = lax.all_gather(output.numbers, AXES, tiled=True)
+                output = Packed(numbers=numbers, selection=output.selection)
+            return state, output
+
+        profile = Profile(step_seconds=P(), byte_seconds=P())
+        mapped = jax.shard_map(
+            local,
+            mesh=self._mesh,
+            in_specs=(specs_of(self._weights), draft, profile, self._specs, self._output),
+            out_specs=(self._specs, self._output),
+            check_vma=False,
+        )
+        # Else the host pools would be taken for device arrays.
+        shardings = shardings_of(self._mesh, self._specs, self._here[0].cell())
+        return jax.jit(mapped, donate_argnums=(3, 4), out_shardings=(shardings, None))
+
+    def _new_places(self) -> list[Packed]:
+        first = self._here[0]
+        count = len(self._machines) if self._gathers else 1
+
+        def placed(place: Packed, device: jax.Device) -> Packed:
+            whole = Packed(
+                numbers=np.zeros(count * place.numbers.size, np.int32), selection=place.selection
+            )
+            return jax.device_put(whole, device)
+
+        return [
+            joined(self._mesh, self._output, [placed(place, device) for device in self._devices])
+            for place in places(first.cfg, first.steps)
+        ]
+
+    def _run_chunk(
+        self, params: Params, pool: int, hidden: Hidden, prompt: Prompt, start: jax.Array
+    ) -> tuple[Hidden, Prompt]:
+        """One chunk of a prompt on every device."""
+        prefill = self._here[0].compiled.prefill
+
+        def local(params: Params, hidden: Tree, prompt: Tree, start: jax.Array) -> Tree:
+            hidden, prompt = prefill(params, pool, _lowered(hidden), _lowered(prompt), start[0])
+            return _lifted(hidden), _lifted(prompt)
+
+        return jax.shard_map(
+            local,
+            mesh=self._mesh,
+            in_specs=(specs_of(self._params), ROWS, ROWS, ROWS),
+            out_specs=ROWS,
+            check_vma=False,
+        )(params, hidden, prompt, start)
+
+
+def resident_share(machines: Sequence[Machine]) -> float:
+    """Part of the committed history that hot pages and tails have room for; 1 of nothing."""
+    room, records = np.sum([machine.residency() for machine in machines], axis=0)
+    return float(room / records) if records else 1.0
+
+
+def _chunk_in(pool: int, machine: Machine, chunk: Chunk | None) -> Chunk:
+    """The chunk of a machine in a pool; one of no prompt where it has none."""
+    if chunk is not None and chunk.pool == pool:
+        return chunk
+    nothing = np.full(machine.cfg.row_pages, NO_SLOT, np.int32)
+    none = np.asarray(0, np.int32)
+    entry = Entry(pages=nothing, source=nothing, shared=none, kept=none)
+    return Chunk(pool, machine.embed((), 0), machine.begin_prompt(pool, entry), 0)
+
+
+SCALARS = {Hidden: "origin", Prompt: "known"}
+"""What has no axis that devices could share."""
+
+
+def _lifted(tree: Hidden | Prompt) -> Any:  # noqa: ANN401  # the same, of other shapes
+    """With an axis of one number where there is none."""
+    name = SCALARS[type(tree)]
+    return dataclasses.replace(tree, **{name: getattr(tree, name).reshape(1)})
+
+
+def _lowered(tree: Any) -> Any:  # noqa: ANN401  # as `_lifted`
+    """The reverse of `_lifted`."""
+    name = SCALARS[type(tree)]
+    return dataclasses.replace(tree, **{name: getattr(tree, name).reshape(())})
