@@ -8,8 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.engine.crew import Weights, machines_of
 from dhisparse_jax.engine.events import Event, Finished, NewTokens, StepDone
-from dhisparse_jax.engine.fleet import Fleet, Weights, machines_of
+from dhisparse_jax.engine.fleet import Fleet
 from dhisparse_jax.engine.flight import Flight, Landed
 from dhisparse_jax.engine.job import Job, Part, check_request
 from dhisparse_jax.engine.ledger import Ledger
@@ -51,7 +52,6 @@ class Engine(Machine):
 
     Attributes:
         machines: one a device; the engine is the first of this process.
-        limits: as given.
         pace: how many may run.
         now: where seconds come from.
 
@@ -84,8 +84,8 @@ class Engine(Machine):
         self._reset()
 
     def _reset(self) -> None:
-        self.pace = Pace(self.cfg.requests * len(self.machines), self.limits.tpot)
         self._roster = Roster(self.machines)
+        self.pace = Pace(len(self._roster.rows), self.limits.tpot)
         self._pending: deque[Event | Part] = deque()
         self._flight: Flight | None = None
         self._next, self._launched, self._steps = 0, 0, 0
@@ -99,8 +99,7 @@ class Engine(Machine):
     @property
     def counts(self) -> tuple[int, int]:
         """Requests in rows, and requests that wait."""
-        waiting = len(self._roster.waiting)
-        return len(self._roster.jobs) - waiting, waiting
+        return len(list(self._roster)), len(self._roster.waiting)
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Run the requests in order, as many at a time as there are rows; they are numbered from 0.
@@ -108,12 +107,14 @@ class Engine(Machine):
         Stopping the iteration early abandons what is running; the engine stays usable.
 
         Raises:
-            UserError: as `submit`, before anything runs; or other requests are there already.
+            UserError: as `submit`, before anything runs; or there are others, here or elsewhere.
         """
         if not self.idle:
             count = len(self._roster.jobs)
             raise UserError(f"{count} requests are in the engine; finish or cancel them")
         self._reset()
+        if self._fleet:
+            self._fleet.check(requests)
         for request in requests:
             self._check(request)
         for number, request in enumerate(requests):
@@ -135,8 +136,7 @@ class Engine(Machine):
             priority: the higher goes first, and takes the place of the lower that runs.
 
         Raises:
-            UserError: it can never run, or the hierarchy has not one verify query more than the
-                draft proposes tokens.
+            UserError: it can never run, or the draft does not fit the hierarchy.
         """
         self._check(request)
         return self._queue(request, draw, priority, None)
@@ -144,7 +144,7 @@ class Engine(Machine):
     def resume(
         self, session: Session, *, max_new_tokens: int | None = None, priority: int = 0
     ) -> int:
-        """Queue a saved request; it goes on with the same tokens. Returns its number in events.
+        """Queue a saved request, which goes on with the same tokens; its number in events.
 
         Args:
             session: what `save` gave, here or in another engine of the model, or imported KV.
@@ -182,8 +182,8 @@ class Engine(Machine):
     def preempt(self, number: int) -> bool:
         """Take a request out of its row; it waits again, behind those of its priority.
 
-        Its host pages stay its own, until the first in the queue needs them.
-        Returns False where it has no row, has ended, or does not fit into the parking memory.
+        Its host pages stay its own until the first in the queue needs them. Returns False where it
+        has no row, has ended, or does not fit into the parking memory.
         """
         self._land()
         job = self._roster.jobs.get(number)

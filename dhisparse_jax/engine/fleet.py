@@ -14,98 +14,35 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from dhisparse_jax.engine.agree import agree
 from dhisparse_jax.engine.compiled import Hidden
+from dhisparse_jax.engine.crew import Weights
 from dhisparse_jax.engine.elsewhere import Elsewhere
 from dhisparse_jax.engine.job import Job
 from dhisparse_jax.engine.machine import Machine
 from dhisparse_jax.engine.output import Packed, places, send_to_host
-from dhisparse_jax.engine.seat import Chunk, Seat
+from dhisparse_jax.engine.request import Request
+from dhisparse_jax.engine.seat import Chunk
 from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.engine.spread import (
     Tree,
-    is_here,
     joined,
-    on_mesh,
     part_of,
     shardings_of,
     specs_of,
 )
 from dhisparse_jax.hierarchy.places import partition_specs
-from dhisparse_jax.mesh import AXES, EXPERT
+from dhisparse_jax.mesh import AXES
 from dhisparse_jax.model import Params
 from dhisparse_jax.prefill import Prompt
-from dhisparse_jax.speculation.protocol import Draft
-from dhisparse_jax.speculation.schedule import Profile, Rule
+from dhisparse_jax.speculation.schedule import Profile
 from dhisparse_jax.step import DecodeState
 from pallas_kernels.common.ids import NO_SLOT
 
 ROWS = P(AXES)
 """Arrays whose first axis the devices share."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Of the model and of the draft, on a mesh.
-
-    Attributes:
-        mesh: the devices.
-        params: of the model; routed experts may be spread over the axis EXPERT.
-        draft: who proposes, with its weights.
-    """
-
-    mesh: Mesh
-    params: Params
-    draft: Draft
-
-    @classmethod
-    def on(cls, mesh: Mesh, params: Params, draft: Draft) -> "Weights":
-        """Weights that are not on the mesh yet go to every device of it."""
-        params, own = on_mesh(mesh, params), on_mesh(mesh, draft.params)
-        return cls(mesh, params, dataclasses.replace(draft, params=own))
-
-    @property
-    def here(self) -> list[jax.Device]:
-        """Devices of this process."""
-        return [device for device in self.mesh.devices.flat if is_here(device)]
-
-    def first(self) -> tuple[Params, Draft, Seat]:
-        """What the first machine of this process is made with."""
-        device = self.here[0]
-        return (*self.part(device), Seat(device, beside=len(self.here)))
-
-    def part(self, device: jax.Device) -> tuple[Params, Draft]:
-        """What one of them has."""
-        own = part_of(self.draft.params, device)
-        return part_of(self.params, device), dataclasses.replace(self.draft, params=own)
-
-
-def machines_of(weights: Weights, first: Machine, rule: Rule) -> tuple[Machine, ...]:
-    """A machine for every device, in the order of the mesh.
-
-    Args:
-        weights: on the mesh.
-        first: the machine of this process's first device, which the others are like.
-        rule: how many proposals are verified.
-    """
-    together = weights.mesh.shape[EXPERT] > 1
-    first.together = together
-
-    def machine(device: jax.Device) -> Machine:
-        if device == weights.here[0]:
-            return first
-        if not is_here(device):
-            return Elsewhere(first)
-        params, draft = weights.part(device)
-        seat = Seat(device, first.compiled)
-        chunk = first.compiled.chunk
-        made = Machine(first.model, params, first.cfg, chunk, draft, rule, first.steps, seat)
-        made.stepwise, made.together = first.stepwise, together
-        return made
-
-    return tuple(machine(device) for device in weights.mesh.devices.flat)
 
 
 class Fleet:
@@ -114,6 +51,9 @@ class Fleet:
     Args:
         weights: on the mesh.
         machines: as `machines_of` gives them.
+
+    Raises:
+        UserError: in every process, if they were told to do different things.
     """
 
     def __init__(self, weights: Weights, machines: Sequence[Machine]) -> None:
@@ -126,6 +66,7 @@ class Fleet:
         self._whole: DecodeState | None = None
         self._profile: tuple[Profile, Profile] | None = None
         first = self._here[0]
+        agree(told(first))
         rows = lambda tree: jax.tree.map(lambda _: ROWS, tree)
         self._specs = DecodeState(
             hierarchy=partition_specs(first.cfg, AXES),
@@ -183,6 +124,10 @@ class Fleet:
             chunk.prompt = _lowered(part_of(prompt, device))
         for job in jobs:
             job.chunk = job.chunk if job.chunk and job.chunk.pool != pool else None
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Whether all processes have the same requests. Raises UserError where they have not."""
+        agree({"the requests": list(requests)})
 
     def told(self, first: Any) -> Any:  # noqa: ANN401  # arrays
         """A token, int32 [1], that one process has, in all of them; the others give None."""
@@ -262,6 +207,14 @@ class Fleet:
             out_specs=ROWS,
             check_vma=False,
         )(params, hidden, prompt, start)
+
+
+def told(machine: Machine) -> dict[str, object]:
+    """What all processes have to be told alike, by name."""
+    cfg, drafter = machine.cfg, machine.drafter
+    sizes = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    draft = (type(drafter).__name__, drafter.length, drafter.taps)
+    return sizes | {"steps": machine.steps, "chunk": machine.compiled.chunk, "draft": draft}
 
 
 def resident_share(machines: Sequence[Machine]) -> float:

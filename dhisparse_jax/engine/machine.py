@@ -59,6 +59,7 @@ class Machine(Cell):
         sizes: bytes of its parts.
         stepwise: wait for every piece of prefill, so that what it takes can be known.
         compiled: the jitted functions.
+        named_by: weights that `model_id` is made of: those on all devices.
         sharing: who has which host pages.
         ledger: what the requests hold.
         together: whether chunks of prompts are run for it.
@@ -89,17 +90,17 @@ class Machine(Cell):
         check_draft(draft.drafter, cfg)
         self.sizes = check_memory(cfg, draft.drafter, seat.beside)
         self.steps, self.stepwise, self.together = steps, False, False
-        device = seat.device or jax.devices()[0]
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
+        device = seat.device or jax.devices()[0]
         commit = self.commit = partial(jax.device_put, device=device)
-        self.model, self.params, self.cfg = model, commit(params), cfg
+        self.model, self.cfg = model, cfg
+        self.params = self.named_by = commit(params)
         self.drafter, self.draft_params = draft.drafter, commit(draft.params)
-        speculation = Speculation(draft.drafter, rule)
         self._weights, form = jax.tree.flatten(self.params)
-        self.compiled = seat.programs or Compiled(
-            model, cfg, min(chunk, cfg.capacity), speculation, form, steps
-        )
+        speculation, chunk = Speculation(draft.drafter, rule), min(chunk, cfg.capacity)
+        compiled = seat.programs or Compiled(model, cfg, chunk, speculation, form, steps)
+        self.compiled = compiled
         super().__init__(
             DecodeState(
                 hierarchy=init(cfg, device),
@@ -121,9 +122,8 @@ class Machine(Cell):
         The drafter gets the prompt too. Of what is shared, it needs the hidden states of the newest
         positions, as many as it reads: these are computed again. By default nothing is shared, and
         the row can be used up to its capacity. Decode steps may run between two pieces, as long as
-        the row's text says that it writes nothing (`quiet`).
-
-        The row is active afterwards, with `len(tokens)` committed positions.
+        the row's text says that it writes nothing (`quiet`). The row is active afterwards, with
+        `len(tokens)` committed positions.
         """
         entry = entry or self.sharing.enter(row, (), self.cfg.capacity)
         origin = self._origin(int(entry.shared))
@@ -291,7 +291,7 @@ class Machine(Cell):
     @functools.cached_property
     def model_id(self) -> str:
         """Names the model and its weights: a session of another one cannot be continued."""
-        return fingerprint((self.model.geometry, self.model.vocabulary), self.params)
+        return fingerprint((self.model.geometry, self.model.vocabulary), self.named_by)
 
     @functools.cached_property
     def draft_id(self) -> str:

@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from dhisparse_jax.engine.elsewhere import Elsewhere
 from dhisparse_jax.engine.exchange import (
     Paged,
     capture,
@@ -48,6 +49,7 @@ class Roster:
     def __init__(self, machines: Sequence[Machine]) -> None:
         self._machines, self._each = machines, machines[0].cfg.requests
         self._tickets = 0
+        self._spans = any(isinstance(machine, Elsewhere) for machine in machines)
         self.jobs: dict[int, Job] = {}
         self.waiting: list[Job] = []
         self.rows: list[Job | None] = [None] * (self._each * len(machines))
@@ -64,6 +66,7 @@ class Roster:
 
     def session(self, number: int) -> Session:
         """Everything that a request needs to go on; see `Engine.save`."""
+        self._check_movable("a session")
         job = self.jobs.get(number)
         if job is None or job.reason is not None:
             raise UserError(f"there is no request {number} that could go on")
@@ -74,8 +77,18 @@ class Roster:
         place = job.outside or self.place(job)[1]
         return capture(self._home(job), place, job.request, job.draw, job.produced)
 
+    def _check_movable(self, what: str) -> None:
+        if self._spans:
+            raise UserError(f"{what} needs all devices of the mesh in one process")
+
     def queue(self, job: Job, priority: int) -> None:
-        """Put a request behind those of its priority."""
+        """Put a request behind those of its priority.
+
+        Raises:
+            UserError: it would have to move from process to process, or might.
+        """
+        if priority or job.outside is not None:
+            self._check_movable("a priority or a session")
         self._tickets += 1
         job.rank = (-priority, self._tickets)
         self.jobs[job.number] = job
@@ -138,6 +151,7 @@ class Roster:
 
     def yield_turn(self, job: Job) -> bool:
         """Take a request out of its row, behind those of its priority. False as for `park`."""
+        self._check_movable("preemption")
         if not self.park(job):
             return False
         self.waiting.remove(job)

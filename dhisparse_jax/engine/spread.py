@@ -74,13 +74,15 @@ def specs_of(whole: Tree) -> Tree:
 def on_mesh(mesh: Mesh, tree: Tree) -> Tree:
     """The arrays on a mesh: those that are there already as they are, the others on every device.
 
-    The same in every process.
+    Every process puts its own, which must be the same as those of the others.
     """
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(leaf: Any) -> jax.Array:  # noqa: ANN401  # NumPy's or JAX's
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+        own = [jax.device_put(leaf, device) for device in mesh.devices.flat if is_here(device)]
+        return jax.make_array_from_single_device_arrays(own[0].shape, everywhere, own)
 
     return jax.tree.map(place, tree)

@@ -1,0 +1,177 @@
+"""Runs over several devices against one, in processes of their own: they begin with other devices.
+
+python -m tests.support.mesh_runs NAME ...      every NAME is a function below
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+CONTEXT, HOST_PAGE = 96, 48
+
+
+def on_devices(count, *names, arguments=()):
+    """The processes that run some of the functions on so many virtual devices each."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    # The directory of tests/conftest.py: what one of these tests compiles, the next may need.
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.mesh_runs", *names, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **kept, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process):
+    """What a process printed, by line; fails where it did."""
+    out, err = process.communicate(timeout=540)
+    assert process.returncode == 0, err[-3000:]
+    return out.splitlines()
+
+
+def requests(lengths, vocabulary, **options):
+    """Requests with random prompts, of (prompt, new tokens)."""
+    import numpy as np
+
+    from dhisparse_jax.engine.request import Request
+
+    rng = np.random.default_rng(3)
+    draw = lambda length: tuple(rng.integers(0, vocabulary, length).tolist())
+    return [
+        Request(name=f"{length}+{new}", prompt=draw(length), max_new_tokens=new, **options)
+        for length, new in lengths
+    ]
+
+
+def run(served, asked, rows, policy="adaptive", draft=None, mesh=None):
+    """Tokens by request, and which device each was on; rows are those of all devices."""
+    from dhisparse_jax.config import HierarchyConfig, Policy
+    from dhisparse_jax.engine.engine import Engine
+    from dhisparse_jax.engine.events import NewTokens
+    from dhisparse_jax.speculation.protocol import NO_DRAFT
+
+    model, params = served
+    draft = draft or NO_DRAFT
+    queries = draft.drafter.length + 1
+    cfg = HierarchyConfig(
+        geometry=model.geometry,
+        policy=Policy(policy),
+        requests=rows // (mesh.size if mesh else 1),
+        capacity=CONTEXT,
+        queries=queries,
+        hot_rows=2 * model.geometry.top_k,
+        tail=max(4, 2 * queries),
+        host_page=HOST_PAGE,
+    )
+    engine = Engine(model, params, cfg, chunk=16, draft=draft, mesh=mesh)
+    tokens, homes = {}, {}
+    for event in engine.run(asked):
+        homes |= {job.number: job.home for job in engine._roster}
+        if isinstance(event, NewTokens):
+            tokens.setdefault(event.request, []).extend(event.tokens)
+    for machine in engine.machines:
+        assert machine.ledger.idle
+        assert not machine.sharing.pages.users.any()
+    return tokens, homes
+
+
+LENGTHS = ((33, 9), (5, 12), (20, 6), (47, 9), (12, 3), (50, 8), (17, 5), (28, 9), (3, 7), (41, 6))
+
+
+def mesh_of(text):
+    from dhisparse_jax.mesh import MeshShape
+
+    return MeshShape.parse(text).mesh()
+
+
+def toy(policy="adaptive", drafted=False, mesh="data=4,expert=2"):
+    """The toy model: the same tokens as on one device, and requests on all of them."""
+    from tests.support.serving import model
+    from tests.support.toy_draft import toy_draft
+
+    asked = requests(LENGTHS, model()[0].vocabulary)
+    draft = toy_draft([request.prompt for request in asked], length=3) if drafted else None
+    alone, _ = run(model(), asked, 8, policy, draft)
+    spread, homes = run(model(), asked, 8, policy, draft, mesh_of(mesh))
+    assert spread == alone
+    count = mesh_of(mesh).size
+    assert [homes[number] for number in range(count)] == list(range(count))  # the emptiest first
+
+
+def every_policy():
+    """`toy` under each policy, with a draft and without."""
+    for policy in ("resident", "fixed", "adaptive"):
+        for drafted in (False, True):
+            toy(policy, drafted)
+
+
+def checkpoint(name, mesh, **options):
+    """A published checkpoint: loads sharded, decodes to the same tokens as on one device."""
+    from dhisparse_jax.mesh import EXPERT
+    from dhisparse_jax.models.registry import load
+
+    alone, spread = (
+        load(str(FIXTURES / name), mesh=each, **options) for each in (None, mesh_of(mesh))
+    )
+    asked = requests(LENGTHS[:6], alone.model.vocabulary)
+    wanted, _ = run((alone.model, alone.params), asked, 4)
+    found, _ = run((spread.model, spread.params), asked, 4, mesh=spread.mesh)
+    assert found == wanted
+    import jax
+
+    split = [leaf for leaf in jax.tree.leaves(spread.params) if EXPERT in leaf.sharding.spec]
+    assert split
+    for leaf in split:
+        assert (
+            leaf.addressable_shards[0].data.shape[0] == leaf.shape[0] // spread.mesh.shape[EXPERT]
+        )
+
+
+def glm():
+    checkpoint("glm_tiny", "data=2,expert=2")
+
+
+def deepseek_v32():
+    checkpoint("deepseek_v32_tiny", "expert=4")
+
+
+def deepseek_v4():
+    checkpoint("deepseek_v4_tiny", "data=2,expert=2")
+
+
+def deepseek_v41():
+    checkpoint("deepseek_v41_tiny", "data=2,expert=2")
+
+
+def glm_sorted():
+    """With experts run on sorted copies of tokens, as large models do."""
+    from dhisparse_jax.models import experts
+
+    experts._MAX_EXPERTS_ALL_RUN = 0
+    glm()
+
+
+def experts_that_do_not_divide():
+    """One line, before anything is loaded."""
+    from dhisparse_jax.errors import UserError
+    from dhisparse_jax.models.registry import load
+
+    try:
+        load("tiny", mesh=mesh_of("expert=3"))
+    except UserError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        globals()[name]()
+        print("done", name, flush=True)
