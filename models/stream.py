@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 def on_first_device(name: str, shape: tuple[int, ...]) -> Sharding:
     """Everything on one device."""
-    return SingleDeviceSharding(jax.devices()[0])
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def load_arrays(

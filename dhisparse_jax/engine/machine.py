@@ -92,7 +92,7 @@ class Machine(Cell):
         self.steps, self.stepwise, self.together = steps, False, False
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
-        device = seat.device or jax.devices()[0]
+        device = seat.device or jax.local_devices()[0]
         commit = self.commit = partial(jax.device_put, device=device)
         self.model, self.cfg = model, cfg
         self.params = self.named_by = commit(params)

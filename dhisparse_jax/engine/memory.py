@@ -83,7 +83,7 @@ def _regions(cfg: HierarchyConfig, number: int) -> tuple[int, int, int]:
 
 def free_device_bytes() -> int:
     """Memory that the first device can still give."""
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return psutil.virtual_memory().available
     return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))

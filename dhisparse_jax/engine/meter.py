@@ -68,7 +68,7 @@ class Meter:
 
     def _profile(self) -> Profile:
         queries = self._cfg.requests * self._cfg.queries
-        put = lambda value: jax.device_put(np.asarray(value, np.float32), jax.devices()[0])
+        put = lambda value: jax.device_put(np.asarray(value, np.float32), jax.local_devices()[0])
         return Profile(
             step_seconds=put(np.full(queries + 1, self._step_seconds)),
             byte_seconds=put(self._byte_seconds),

@@ -134,7 +134,7 @@ class HierarchyState:
 
 def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
     """Where host pools live: `pinned_host` of `device` if it has the kind, else its default."""
-    device = device or jax.devices()[0]
+    device = device or jax.local_devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     return SingleDeviceSharding(device, memory_kind=HOST_KIND if HOST_KIND in kinds else None)
 
@@ -206,7 +206,7 @@ def init(cfg: HierarchyConfig, device: jax.Device | None = None) -> HierarchySta
     Every leaf is committed to its device, as the leaves that a jitted function returns for it are:
     JAX compiles anew for an array that is committed where the last one was not.
     """
-    device = device or jax.devices()[0]
+    device = device or jax.local_devices()[0]
     host = host_sharding(device)
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -3,6 +3,7 @@
 python -m tests.support.mesh_runs NAME ...      every NAME is a function below
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,8 @@ FIXTURES = ROOT / "tests" / "fixtures"
 CONTEXT, HOST_PAGE = 96, 48
 
 
-def on_devices(count, *names, arguments=()):
-    """The processes that run some of the functions on so many virtual devices each."""
+def on_devices(count, *names, **environment):
+    """A process that runs some of the functions, with so many virtual devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     # The directory of tests/conftest.py: what one of these tests compiles, the next may need.
     kept = {
@@ -22,9 +23,9 @@ def on_devices(count, *names, arguments=()):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.mesh_runs", *names, *arguments],
+        [sys.executable, "-m", "tests.support.mesh_runs", *names],
         cwd=ROOT,
-        env={**os.environ, **kept, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={**os.environ, **kept, **environment, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -93,47 +94,47 @@ def mesh_of(text):
     return MeshShape.parse(text).mesh()
 
 
-def toy(policy="adaptive", drafted=False, mesh="data=4,expert=2"):
-    """The toy model: the same tokens as on one device, and requests on all of them."""
+def toy(options):
+    """The toy model: the same tokens as on one device, and requests on all of them.
+
+    `options` is a policy, a comma, and `drafted` or nothing.
+    """
     from tests.support.serving import model
     from tests.support.toy_draft import toy_draft
 
+    policy, drafted = options.split(",")
+    mesh = mesh_of("data=4,expert=2")
     asked = requests(LENGTHS, model()[0].vocabulary)
-    draft = toy_draft([request.prompt for request in asked], length=3) if drafted else None
-    alone, _ = run(model(), asked, 8, policy, draft)
-    spread, homes = run(model(), asked, 8, policy, draft, mesh_of(mesh))
+    alone, _ = run(model(), asked, 8, policy)
+    draft = None
+    if drafted:
+        texts = [(*request.prompt, *alone[number]) for number, request in enumerate(asked)]
+        draft = toy_draft(texts, length=3)
+        assert run(model(), asked, 8, policy, draft)[0] == alone
+    spread, homes = run(model(), asked, 8, policy, draft, mesh)
     assert spread == alone
-    count = mesh_of(mesh).size
-    assert [homes[number] for number in range(count)] == list(range(count))  # the emptiest first
+    # The first requests found all devices empty.
+    assert [homes[number] for number in range(mesh.size)] == list(range(mesh.size))
 
 
-def every_policy():
-    """`toy` under each policy, with a draft and without."""
-    for policy in ("resident", "fixed", "adaptive"):
-        for drafted in (False, True):
-            toy(policy, drafted)
-
-
-def checkpoint(name, mesh, **options):
+def checkpoint(name, mesh):
     """A published checkpoint: loads sharded, decodes to the same tokens as on one device."""
+    import jax
+
     from dhisparse_jax.mesh import EXPERT
     from dhisparse_jax.models.registry import load
 
-    alone, spread = (
-        load(str(FIXTURES / name), mesh=each, **options) for each in (None, mesh_of(mesh))
-    )
+    places = (None, mesh_of(mesh))
+    alone, spread = (load(str(FIXTURES / name), mesh=place) for place in places)
     asked = requests(LENGTHS[:6], alone.model.vocabulary)
     wanted, _ = run((alone.model, alone.params), asked, 4)
     found, _ = run((spread.model, spread.params), asked, 4, mesh=spread.mesh)
     assert found == wanted
-    import jax
-
     split = [leaf for leaf in jax.tree.leaves(spread.params) if EXPERT in leaf.sharding.spec]
     assert split
+    count = spread.mesh.shape[EXPERT]
     for leaf in split:
-        assert (
-            leaf.addressable_shards[0].data.shape[0] == leaf.shape[0] // spread.mesh.shape[EXPERT]
-        )
+        assert leaf.addressable_shards[0].data.shape[0] == leaf.shape[0] // count
 
 
 def glm():
@@ -160,18 +161,64 @@ def glm_sorted():
     glm()
 
 
-def experts_that_do_not_divide():
-    """One line, before anything is loaded."""
+def published(directory):
+    """A small checkpoint with four experts, as `checkpoint`."""
+    checkpoint(directory, "data=2,expert=2")
+
+
+def refusals():
+    """What a mesh cannot do, in one line each."""
     from dhisparse_jax.errors import UserError
     from dhisparse_jax.models.registry import load
 
+    for work in (lambda: load("tiny", mesh=mesh_of("expert=3")), lambda: mesh_of("data=8")):
+        try:
+            work()
+        except UserError as error:
+            say(error)
+
+
+def pair(count=2):
+    """Several processes of one machine: they disagree, and then they do not."""
+    import jax
+
+    from dhisparse_jax.engine.agree import agree
+    from dhisparse_jax.errors import UserError
+
+    jax.distributed.initialize(os.environ["MESH_ADDRESS"], count, int(os.environ["MESH_PROCESS"]))
     try:
-        load("tiny", mesh=mesh_of("expert=3"))
+        agree({"same": 1, "number": jax.process_index()})
     except UserError as error:
-        print(error)
+        say(error)
+
+
+def toy_pair():
+    """The toy model over the devices of two processes."""
+    from tests.support.serving import model
+
+    pair()
+    asked = requests(LENGTHS, model()[0].vocabulary)
+    say(json.dumps(run(model(), asked, 4, mesh=mesh_of("data=2"))[0]))
+
+
+def glm_pair():
+    """Experts over two processes."""
+    from dhisparse_jax.models.registry import load
+
+    pair()
+    loaded = load(str(FIXTURES / "glm_tiny"), mesh=mesh_of("expert=2"))
+    asked = requests(LENGTHS[:6], loaded.model.vocabulary)
+    say(json.dumps(run((loaded.model, loaded.params), asked, 4, mesh=loaded.mesh)[0]))
+
+
+def say(what):
+    """A line for the test."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
-        print("done", name, flush=True)
+    for call in sys.argv[1:]:
+        function, *given = call.split("=", maxsplit=1)
+        globals()[function](*given)
+        say(f"done {function}")
