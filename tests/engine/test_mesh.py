@@ -7,23 +7,20 @@ import pytest
 
 from dhisparse_jax.models.registry import load
 from tests.support.checkpoints import write_published
-from tests.support.mesh_runs import FIXTURES, LENGTHS, on_devices, requests, run, said
-from tests.support.serving import model
+from tests.support.mesh_runs import FIXTURES, LENGTHS, on_devices, requests, run, said, smallest
 
 DISAGREE = (
     "processes disagree on number: process 0 has 0, process 1 has 1; give all of them the same"
 )
 
 
-def test_a_checkpoint_over_four_devices_decodes_as_on_one(tmp_path):
-    """Experts over two devices, requests over all four, each with pools of its own."""
+def test_a_checkpoint_over_two_devices_decodes_as_on_one(tmp_path):
+    """Experts are spread over both, and requests, for which each has pools of its own."""
     write_published(tmp_path)
-    lines = said(on_devices(4, f"published={tmp_path}", "refusals"))
+    lines = said(on_devices(2, f"published={tmp_path}", "refusals"))
     assert lines == [
         "done published",
-        "mesh data=1,expert=3: 8 experts do not divide over 3 devices; use a length of axis expert "
-        "that divides 8",
-        "mesh data=8,expert=1 needs 8 devices, there are 4: make it smaller; "
+        "mesh data=8,expert=1 needs 8 devices, there are 2: make it smaller; "
         "XLA_FLAGS=--xla_force_host_platform_device_count=8 makes virtual ones",
         "done refusals",
     ]
@@ -34,6 +31,15 @@ def test_a_checkpoint_over_four_devices_decodes_as_on_one(tmp_path):
 @pytest.mark.parametrize("policy", ["resident", "fixed", "adaptive"])
 def test_eight_devices_give_the_tokens_of_one(policy, drafted):
     assert said(on_devices(8, f"toy={policy},{drafted}")) == ["done toy"]
+
+
+@pytest.mark.slow
+def test_experts_that_do_not_divide():
+    assert said(on_devices(3, "experts_over_three")) == [
+        "mesh data=1,expert=3: 8 experts do not divide over 3 devices; use a length of axis expert "
+        "that divides 8",
+        "done experts_over_three",
+    ]
 
 
 @pytest.mark.slow
@@ -66,8 +72,8 @@ def assert_both_say(found, name, wanted):
 
 def test_two_processes_give_the_tokens_of_one():
     """Before that they disagree, which each of them says in one line."""
-    asked = requests(LENGTHS, model()[0].vocabulary)
-    assert_both_say(pair("toy_pair"), "toy_pair", run(model(), asked, 4)[0])
+    served, asked = smallest()
+    assert_both_say(pair("toy_pair"), "toy_pair", run(served, asked, 1, "fixed")[0])
 
 
 @pytest.mark.slow

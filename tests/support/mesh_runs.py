@@ -126,9 +126,9 @@ def checkpoint(name, mesh):
 
     places = (None, mesh_of(mesh))
     alone, spread = (load(str(FIXTURES / name), mesh=place) for place in places)
-    asked = requests(LENGTHS[:6], alone.model.vocabulary)
-    wanted, _ = run((alone.model, alone.params), asked, 4)
-    found, _ = run((spread.model, spread.params), asked, 4, mesh=spread.mesh)
+    count, asked = spread.mesh.size, requests(LENGTHS[:6], alone.model.vocabulary)
+    wanted, _ = run((alone.model, alone.params), asked, 1)
+    found, _ = run((spread.model, spread.params), asked, count, mesh=spread.mesh)
     assert found == wanted
     split = [leaf for leaf in jax.tree.leaves(spread.params) if EXPERT in leaf.sharding.spec]
     assert split
@@ -163,19 +163,29 @@ def glm_sorted():
 
 def published(directory):
     """A small checkpoint with four experts, as `checkpoint`."""
-    checkpoint(directory, "data=2,expert=2")
+    checkpoint(directory, "expert=2")
 
 
 def refusals():
-    """What a mesh cannot do, in one line each."""
-    from dhisparse_jax.errors import UserError
+    """More devices than there are."""
+    refused(lambda: mesh_of("data=8"))
+
+
+def experts_over_three():
+    """An axis that does not divide the experts."""
     from dhisparse_jax.models.registry import load
 
-    for work in (lambda: load("tiny", mesh=mesh_of("expert=3")), lambda: mesh_of("data=8")):
-        try:
-            work()
-        except UserError as error:
-            say(error)
+    refused(lambda: load("tiny", mesh=mesh_of("expert=3")))
+
+
+def refused(work):
+    """The one line of an error."""
+    from dhisparse_jax.errors import UserError
+
+    try:
+        work()
+    except UserError as error:
+        say(error)
 
 
 def pair(count=2):
@@ -183,22 +193,24 @@ def pair(count=2):
     import jax
 
     from dhisparse_jax.engine.agree import agree
-    from dhisparse_jax.errors import UserError
 
     jax.distributed.initialize(os.environ["MESH_ADDRESS"], count, int(os.environ["MESH_PROCESS"]))
-    try:
-        agree({"same": 1, "number": jax.process_index()})
-    except UserError as error:
-        say(error)
+    refused(lambda: agree({"same": 1, "number": jax.process_index()}))
+
+
+def smallest():
+    """A model that compiles in a second or two, and requests for it."""
+    from tests.support.toy_model import toy as make
+
+    served = make(layers_per_pool=(1,), top_k=8, context=CONTEXT)
+    return served, requests(LENGTHS[:5], served[0].vocabulary)
 
 
 def toy_pair():
-    """The toy model over the devices of two processes."""
-    from tests.support.serving import model
-
+    """A toy model over the devices of two processes."""
     pair()
-    asked = requests(LENGTHS, model()[0].vocabulary)
-    say(json.dumps(run(model(), asked, 4, mesh=mesh_of("data=2"))[0]))
+    served, asked = smallest()
+    say(json.dumps(run(served, asked, 2, "fixed", mesh=mesh_of("data=2"))[0]))
 
 
 def glm_pair():
