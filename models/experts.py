@@ -63,10 +63,9 @@ def run_experts(
         activation: between the two.
         experts: how many there are on all devices.
     """
-    run = _run_all if experts <= _MAX_EXPERTS_ALL_RUN else _run_sorted
-    return on_all_devices(
-        x, routing, experts, down.shape[0], lambda *own: run(*own, gate_up, down, activation)
-    )
+    every = _run_all if experts <= _MAX_EXPERTS_ALL_RUN else _run_sorted
+    run = lambda tokens, own: every(tokens, own, gate_up, down, activation)
+    return on_all_devices(x, routing, experts, down.shape[0], run)
 
 
 def on_all_devices(

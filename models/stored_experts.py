@@ -108,9 +108,8 @@ class StoredExperts(nnx.Module):
             return self.down(activation(self.gate(rows, groups), self.up(rows, groups)), groups)
 
         held = self.down.numbers.shape[0]
-        return on_all_devices(
-            x, routing, self.count, held, lambda *own: run_groups(*own, held, run)
-        )
+        mine = lambda tokens, own: run_groups(tokens, own, held, run)
+        return on_all_devices(x, routing, self.count, held, mine)
 
 
 def _inside(weights: WeightFormat) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Int
+from typing_extensions import override
 
 from dhisparse_jax.engine.compiled import Hidden
 from dhisparse_jax.engine.ledger import Ledger
@@ -32,39 +33,49 @@ class Elsewhere(Machine):
         self.stepwise, self.together = like.stepwise, like.together
         self.sharing, self.ledger = Sharing(like.cfg), Ledger.of(like.cfg)
 
-    def embed(self, tokens: Sequence[int], origin: int) -> Any:  # noqa: ANN401  # no array
+    @override
+    def embed(self, tokens: Sequence[int], origin: int) -> Any:  # no array
         """See `Machine`."""
         return None
 
-    def begin_prompt(self, pool: int, entry: Entry) -> Any:  # noqa: ANN401  # no array
+    @override
+    def begin_prompt(self, pool: int, entry: Entry) -> Any:  # no array
         """See `Machine`."""
         return None
 
-    def run_alone(self, chunk: Chunk) -> Any:  # noqa: ANN401  # no array
+    @override
+    def run_alone(self, chunk: Chunk) -> Any:  # no array
         """See `Machine`."""
         return None, None
 
+    @override
     def draft_prompt(self, row: int, hidden: Hidden | None, origin: int, length: int) -> None:
         """See `Machine`."""
 
+    @override
     def join(self, row: int, length: int, pages: Int[Array, " N"] | Int[np.ndarray, " N"]) -> None:
         """See `Machine`."""
 
+    @override
     def admit(self, row: int, pool: int, prompt: Prompt | None, entry: Entry) -> None:
         """See `Machine`."""
 
+    @override
     def vacate(self, row: int) -> Holding:
         """See `Machine`."""
         return self.sharing.take_out(row)
 
+    @override
     def quiet(self, row: int) -> None:
         """See `Machine`."""
 
+    @override
     def write(
         self, row: int, request: Request, draw: int, anchor: Int[Array, " one"] | None
     ) -> None:
         """See `Machine`."""
 
-    def first_token(self, hidden: Hidden | None, request: Request, draw: int) -> Any:  # noqa: ANN401
+    @override
+    def first_token(self, hidden: Hidden | None, request: Request, draw: int) -> Any:
         """See `Machine`."""
         return None

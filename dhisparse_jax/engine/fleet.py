@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
@@ -25,7 +26,6 @@ from dhisparse_jax.engine.machine import Machine
 from dhisparse_jax.engine.output import Packed, places, send_to_host
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.seat import Chunk
-from dhisparse_jax.engine.sharing import Entry
 from dhisparse_jax.engine.spread import (
     Tree,
     joined,
@@ -41,8 +41,14 @@ from dhisparse_jax.speculation.schedule import Profile
 from dhisparse_jax.step import DecodeState
 from pallas_kernels.common.ids import NO_SLOT
 
-ROWS = P(AXES)
+ROWS: Any = P(AXES)
 """Arrays whose first axis the devices share."""
+
+EVERYWHERE: Any = P()
+"""Arrays that every device has."""
+
+SELECTION: Any = P(None, None, AXES)
+"""Arrays whose third axis they share."""
 
 
 class Fleet:
@@ -74,7 +80,7 @@ class Fleet:
             load=rows(first.load),
             texts=rows(first.texts),
         )
-        self._output = Packed(numbers=P() if self._gathers else ROWS, selection=P(None, None, AXES))
+        self._output = Packed(numbers=EVERYWHERE if self._gathers else ROWS, selection=SELECTION)
         self._step = self._step_program()
         self._chunk = jax.jit(self._run_chunk, static_argnums=1, donate_argnums=(2, 3))
         self._places = deque(self._new_places())
@@ -145,7 +151,7 @@ class Fleet:
     def _on_all(self, profile: Profile) -> Profile:
         """The profile on every device; a new one is sent once."""
         if self._profile is None or self._profile[0] is not profile:
-            specs = jax.tree.map(lambda _: P(), profile)
+            specs = jax.tree.map(lambda _: EVERYWHERE, profile)
             parts = [jax.device_put(profile, device) for device in self._devices]
             self._profile = profile, joined(self._mesh, specs, parts)
         return self._profile[1]
@@ -163,7 +169,7 @@ class Fleet:
                 output = Packed(numbers=numbers, selection=output.selection)
             return state, output
 
-        profile = Profile(step_seconds=P(), byte_seconds=P())
+        profile = Profile(step_seconds=EVERYWHERE, byte_seconds=EVERYWHERE)
         mapped = jax.shard_map(
             local,
             mesh=self._mesh,
@@ -180,10 +186,8 @@ class Fleet:
         count = len(self._machines) if self._gathers else 1
 
         def placed(place: Packed, device: jax.Device) -> Packed:
-            whole = Packed(
-                numbers=np.zeros(count * place.numbers.size, np.int32), selection=place.selection
-            )
-            return jax.device_put(whole, device)
+            numbers = jnp.tile(place.numbers, count)
+            return jax.device_put(dataclasses.replace(place, numbers=numbers), device)
 
         return [
             joined(self._mesh, self._output, [placed(place, device) for device in self._devices])
@@ -227,10 +231,8 @@ def _chunk_in(pool: int, machine: Machine, chunk: Chunk | None) -> Chunk:
     """The chunk of a machine in a pool; one of no prompt where it has none."""
     if chunk is not None and chunk.pool == pool:
         return chunk
-    nothing = np.full(machine.cfg.row_pages, NO_SLOT, np.int32)
-    none = np.asarray(0, np.int32)
-    entry = Entry(pages=nothing, source=nothing, shared=none, kept=none)
-    return Chunk(pool, machine.embed((), 0), machine.begin_prompt(pool, entry), 0)
+    prompt = machine.begin_prompt(pool, machine.sharing.nothing())
+    return Chunk(pool, machine.embed((), 0), prompt, 0)
 
 
 SCALARS = {Hidden: "origin", Prompt: "known"}

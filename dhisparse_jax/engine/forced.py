@@ -4,13 +4,15 @@ Used to score texts and to compare with other implementations. T known tokens go
 verify queries and are all accepted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from dhisparse_jax.engine.compiled import Hidden
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Event, StepDone, step_metrics
 from dhisparse_jax.errors import UserError
@@ -38,7 +40,8 @@ def forced_logits(
         raise UserError(f"{count} tokens do not fit into a context of {capacity}")
     entry = engine.sharing.enter(0, (), count)
     try:
-        hidden = yield from engine.prefill(0, 0, tokens[:split], entry)
+        prefill = engine.prefill(0, 0, tokens[:split], entry)  # of one device, so without chunks
+        hidden = yield from cast("Generator[Event, None, Hidden]", prefill)
         yield from _prompt_logits(engine, hidden.now, split)
         yield from _decode(engine, tokens, split)
     finally:

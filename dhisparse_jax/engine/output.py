@@ -88,9 +88,9 @@ def unpacked(packed: Packed, devices: int = 1) -> StepOutput:
         packed: what the steps gave.
         devices: how many it is of: their numbers are one after the other, their requests too.
     """
-    selection: Any = packed.selection
     # Nothing to read where nothing is recorded, and not every process could.
-    selection = jax.device_get(selection) if selection.size else np.zeros(selection.shape, np.int32)
+    empty, told = np.zeros(packed.selection.shape, np.int32), packed.selection
+    selection: Any = jax.device_get(told) if told.size else empty
     steps, pools, requests, queries = selection.shape[:4]
     shapes = _shapes(steps, pools, requests // devices, queries)
     ends = np.cumsum([math.prod(shape) for shape in shapes])

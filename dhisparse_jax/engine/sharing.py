@@ -165,6 +165,11 @@ class Sharing:
             kept=_given(plan.whole * self._cfg.host_page),
         )
 
+    def nothing(self) -> Entry:
+        """What would be entered with by nobody."""
+        none = self._padded(_NOTHING)
+        return Entry(pages=none, source=none, shared=_given(0), kept=_given(0))
+
     def has(self, row: int, text: Sequence[int]) -> None:
         """These tokens are in the row's pages: others can share them now."""
         holding = self._rows[row]
