@@ -61,9 +61,14 @@ def packed_steps(  # noqa: PLR0913  # what jit binds, and what it is called with
     output, state = decode_steps(
         steps, model, speculation, cfg, params, draft_params, profile, state
     )
+    return state, packed(output)
+
+
+def packed(output: StepOutput) -> Packed:
+    """The output of several steps as one array, and their selections."""
     leaves = (output.tokens, output.count, output.verified, *output.records)
     numbers = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
-    return state, Packed(numbers=numbers, selection=output.selection)
+    return Packed(numbers=numbers, selection=output.selection)
 
 
 def places(cfg: HierarchyConfig, steps: int) -> list[Packed]:
@@ -81,20 +86,20 @@ def send_to_host(packed: Packed) -> None:
             leaf.copy_to_host_async()
 
 
-def unpacked(packed: Packed, devices: int = 1) -> StepOutput:
+def unpacked(place: Packed, devices: int = 1) -> StepOutput:
     """The output as NumPy arrays; waits until it is written.
 
     Args:
-        packed: what the steps gave.
+        place: what the steps gave.
         devices: how many it is of: their numbers are one after the other, their requests too.
     """
     # Nothing to read where nothing is recorded, and not every process could.
-    empty, told = np.zeros(packed.selection.shape, np.int32), packed.selection
+    empty, told = np.zeros(place.selection.shape, np.int32), place.selection
     selection: Any = jax.device_get(told) if told.size else empty
     steps, pools, requests, queries = selection.shape[:4]
     shapes = _shapes(steps, pools, requests // devices, queries)
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    numbers = jax.device_get(packed.numbers).reshape(devices, -1)
+    numbers = jax.device_get(place.numbers).reshape(devices, -1)
     parts = np.split(numbers, ends[:-1], axis=1)
     each = zip(parts, shapes, REQUEST_AXES, strict=True)
     leaves: list[Any] = [

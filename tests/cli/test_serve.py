@@ -29,6 +29,7 @@ class Loaded:
     tokenizer: Any
     context: int
     eos: tuple = ()
+    mesh: None = None
 
 
 @pytest.fixture
