@@ -29,7 +29,10 @@ from dhisparse_jax.engine.seat import Chunk
 from dhisparse_jax.engine.spread import (
     Tree,
     joined,
+    lifted,
+    lowered,
     part_of,
+    shapes_of,
     shardings_of,
     specs_of,
 )
@@ -73,16 +76,17 @@ class Fleet:
         self._profile: tuple[Profile, Profile] | None = None
         first = self._here[0]
         agree(told(first))
-        rows = lambda tree: jax.tree.map(lambda _: ROWS, tree)
-        self._specs = DecodeState(
-            hierarchy=partition_specs(first.cfg, AXES),
-            draft=rows(first.draft_state),
-            load=rows(first.load),
-            texts=rows(first.texts),
+        self._like = shapes_of(first.cell())
+        specs = jax.tree.map(lambda _: ROWS, self._like)
+        hierarchy = dataclasses.replace(partition_specs(first.cfg, AXES), step=ROWS)
+        specs = dataclasses.replace(specs, hierarchy=hierarchy)
+        self._specs = jax.tree.map(
+            lambda leaf, spec: spec if leaf.size else None, self._like, specs
         )
-        self._output = Packed(numbers=EVERYWHERE if self._gathers else ROWS, selection=SELECTION)
+        selection: Any = SELECTION if first.cfg.recorded else None
+        self._output = Packed(numbers=EVERYWHERE if self._gathers else ROWS, selection=selection)
         self._step = self._step_program()
-        self._chunk = jax.jit(self._run_chunk, static_argnums=1, donate_argnums=(2, 3))
+        self._chunk = jax.jit(self._run_chunk, static_argnums=1, donate_argnums=2)
         self._places = deque(self._new_places())
         for machine in self._here:
             machine.fetch = self._take_apart
@@ -90,13 +94,14 @@ class Fleet:
     def dispatch(self) -> Packed:
         """Launch some decode steps on all devices; see `Machine.dispatch`."""
         if self._whole is None:
-            parts = [machine.take() for machine in self._here]
+            parts = [lifted(machine.take()) for machine in self._here]
             self._whole = joined(self._mesh, self._specs, parts)
         profile, place = self._on_all(self._here[0].meter.profile), self._places.popleft()
         self._whole, output = self._step(
             self._weights, self._draft_params, profile, self._whole, place
         )
         self._places.append(output)
+        output = self._with_selection(output)
         send_to_host(output)
         return output
 
@@ -114,20 +119,16 @@ class Fleet:
             for number, machine in enumerate(self._machines)
             if not isinstance(machine, Elsewhere)
         ]
-        hidden, prompt = (
-            self._join_rows([_lifted(getattr(chunk, name)) for chunk in mine])
-            for name in ("hidden", "prompt")
-        )
-        start = self._join_rows(
-            [
-                jax.device_put(np.full(1, chunk.start, np.int32), device)
-                for chunk, device in zip(mine, self._devices, strict=True)
-            ]
-        )
-        hidden, prompt = self._chunk(self._params, pool, hidden, prompt, start)
+        starts = [
+            jax.device_put(np.full(1, chunk.start, np.int32), device)
+            for chunk, device in zip(mine, self._devices, strict=True)
+        ]
+        operands = [(chunk.hidden, chunk.prompt) for chunk in mine]
+        like, start = shapes_of(operands[0]), self._join_rows(starts)
+        both = self._join_rows([lifted(each) for each in operands])
+        both = self._chunk(self._params, pool, both, start)
         for chunk, device in zip(mine, self._devices, strict=True):
-            chunk.hidden = _lowered(part_of(hidden, device))
-            chunk.prompt = _lowered(part_of(prompt, device))
+            chunk.hidden, chunk.prompt = lowered(part_of(both, device), like, device)
         for job in jobs:
             job.chunk = job.chunk if job.chunk and job.chunk.pool != pool else None
 
@@ -146,7 +147,7 @@ class Fleet:
         """Give every machine its part of the state."""
         whole, self._whole = self._whole, None
         for machine, device in zip(self._here, self._devices, strict=True):
-            machine.put(part_of(whole, device))
+            machine.put(lowered(part_of(whole, device), self._like, device))
 
     def _on_all(self, profile: Profile) -> Profile:
         """The profile on every device; a new one is sent once."""
@@ -163,11 +164,12 @@ class Fleet:
         step, draft = self._here[0].compiled.step, specs_of(self._draft_params)
 
         def local(*operands: Any) -> tuple[DecodeState, Packed]:  # noqa: ANN401  # of `packed_steps`
-            state, output = step(*operands)
+            *before, state, place = operands
+            state, output = step(*before, lowered(state, self._like), place)
             if self._gathers:  # every process reads what all devices tell
                 numbers = lax.all_gather(output.numbers, AXES, tiled=True)
-                output = Packed(numbers=numbers, selection=output.selection)
-            return state, output
+                output = dataclasses.replace(output, numbers=numbers)
+            return lifted((state, output))
 
         profile = Profile(step_seconds=EVERYWHERE, byte_seconds=EVERYWHERE)
         mapped = jax.shard_map(
@@ -178,7 +180,7 @@ class Fleet:
             check_vma=False,
         )
         # Else the host pools would be taken for device arrays.
-        shardings = shardings_of(self._mesh, self._specs, self._here[0].cell())
+        shardings = shardings_of(self._mesh, self._specs, lifted(self._here[0].cell()))
         return jax.jit(mapped, donate_argnums=(3, 4), out_shardings=(shardings, None))
 
     def _new_places(self) -> list[Packed]:
@@ -187,30 +189,38 @@ class Fleet:
 
         def placed(place: Packed, device: jax.Device) -> Packed:
             numbers = jnp.tile(place.numbers, count)
-            return jax.device_put(dataclasses.replace(place, numbers=numbers), device)
+            return lifted(jax.device_put(dataclasses.replace(place, numbers=numbers), device))
 
         return [
             joined(self._mesh, self._output, [placed(place, device) for device in self._devices])
             for place in places(first.cfg, first.steps)
         ]
 
-    def _run_chunk(
-        self, params: Params, pool: int, hidden: Hidden, prompt: Prompt, start: jax.Array
-    ) -> tuple[Hidden, Prompt]:
-        """One chunk of a prompt on every device."""
-        prefill = self._here[0].compiled.prefill
+    def _with_selection(self, output: Packed) -> Packed:
+        """What no step tells is empty."""
+        if output.selection is not None:
+            return output
+        cfg, steps = self._here[0].cfg, self._here[0].steps
+        shape = (steps, cfg.pools, cfg.requests * len(self._machines), cfg.queries, 0)
+        nothing: Any = np.zeros(shape, np.int32)
+        return dataclasses.replace(output, selection=nothing)
 
-        def local(params: Params, hidden: Tree, prompt: Tree, start: jax.Array) -> Tree:
-            hidden, prompt = prefill(params, pool, _lowered(hidden), _lowered(prompt), start[0])
-            return _lifted(hidden), _lifted(prompt)
+    def _run_chunk(self, params: Params, pool: int, both: Tree, start: jax.Array) -> Tree:
+        """One chunk of a prompt on every device."""
+        first = self._here[0]
+        like = jax.eval_shape(lambda: _nobody(first, pool))
+
+        def local(params: Params, both: Tree, start: jax.Array) -> Tree:
+            hidden, prompt = lowered(both, like)
+            return lifted(first.compiled.prefill(params, pool, hidden, prompt, start[0]))
 
         return jax.shard_map(
             local,
             mesh=self._mesh,
-            in_specs=(specs_of(self._params), ROWS, ROWS, ROWS),
+            in_specs=(specs_of(self._params), ROWS, ROWS),
             out_specs=ROWS,
             check_vma=False,
-        )(params, hidden, prompt, start)
+        )(params, both, start)
 
 
 def told(machine: Machine) -> dict[str, object]:
@@ -231,21 +241,10 @@ def _chunk_in(pool: int, machine: Machine, chunk: Chunk | None) -> Chunk:
     """The chunk of a machine in a pool; one of no prompt where it has none."""
     if chunk is not None and chunk.pool == pool:
         return chunk
+    return Chunk(pool, *_nobody(machine, pool), 0)
+
+
+def _nobody(machine: Machine, pool: int) -> tuple[Hidden, Prompt]:
+    """A prompt without tokens in a pool."""
     prompt = machine.begin_prompt(pool, machine.sharing.nothing())
-    return Chunk(pool, machine.embed((), 0), prompt, 0)
-
-
-SCALARS = {Hidden: "origin", Prompt: "known"}
-"""What has no axis that devices could share."""
-
-
-def _lifted(tree: Hidden | Prompt) -> Any:  # noqa: ANN401  # the same, of other shapes
-    """With an axis of one number where there is none."""
-    name = SCALARS[type(tree)]
-    return dataclasses.replace(tree, **{name: getattr(tree, name).reshape(1)})
-
-
-def _lowered(tree: Any) -> Any:  # noqa: ANN401  # as `_lifted`
-    """The reverse of `_lifted`."""
-    name = SCALARS[type(tree)]
-    return dataclasses.replace(tree, **{name: getattr(tree, name).reshape(())})
+    return machine.embed((), 0), prompt

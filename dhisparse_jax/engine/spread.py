@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -34,6 +35,43 @@ def joined(mesh: Mesh, specs: Tree, parts: Sequence[Tree]) -> Tree:
         return jax.make_array_from_single_device_arrays(shape, sharding, leaves)
 
     return jax.tree.map(whole, specs, shardings_of(mesh, specs, parts[0]), *parts)
+
+
+def lifted(tree: Tree) -> Tree:
+    """Arrays as devices can share them: numbers with an axis, and None for those without elements.
+
+    XLA of jax 0.11 ends the process where `shard_map` passes an array without elements on.
+    """
+
+    def lift(leaf: jax.Array) -> jax.Array | None:
+        if not leaf.size:
+            return None
+        return leaf if leaf.ndim else leaf.reshape(1)
+
+    return jax.tree.map(lift, tree)
+
+
+def lowered(tree: Tree, like: Tree, device: jax.Device | None = None) -> Tree:
+    """The reverse of `lifted`.
+
+    Args:
+        tree: what was lifted.
+        like: its shapes and dtypes before.
+        device: where it is; None under `jit`.
+    """
+
+    def lower(own: Any, leaf: jax.Array | None) -> jax.Array:  # noqa: ANN401  # a shape
+        if leaf is None:
+            empty = np.zeros(own.shape, own.dtype)
+            return jnp.asarray(empty) if device is None else jax.device_put(empty, device)
+        return leaf if own.shape else leaf.reshape(())
+
+    return jax.tree.map(lower, like, tree)
+
+
+def shapes_of(tree: Tree) -> Tree:
+    """Shapes and dtypes of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def shardings_of(mesh: Mesh, specs: Tree, part: Tree) -> Tree:
