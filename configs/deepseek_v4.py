@@ -4,7 +4,7 @@ Knows what a valid model of the family is; knows nothing about arrays, files or 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from dhisparse_jax.configs.formats import COMPUTED, HISTORY_FORMATS, check_history_formats
@@ -12,6 +12,7 @@ from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.configs.values import check_counts, check_formats
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.mesh import ONE_DEVICE, MeshShape
 
 LayerKind = Literal["window", "selected", "all"]
 """What a layer attends to beside its window: nothing, the best of many entries (published as CSA),
@@ -42,6 +43,9 @@ class V4Sizes:
         expert_format: Format of routed experts that stay quantised (`configs.quantised`).
         kv_format: Format of the rows and entries that are kept of every layer (`configs.formats`).
         index_format: Format of the index keys.
+        mesh: Devices that it is made to be served on, H200s of one host or several: experts spread
+            over one axis, all other weights and the history of some requests on each device. It
+            does not make it another model.
 
     Raises:
         UserError: A size that no model of the family can have.
@@ -85,6 +89,7 @@ class V4Sizes:
     expert_format: str = FLOAT
     kv_format: str = COMPUTED
     index_format: str = COMPUTED
+    mesh: MeshShape = field(default=ONE_DEVICE, compare=False)
 
     row_formats: ClassVar[tuple[str, ...]] = HISTORY_FORMATS[:-1]
     """What rows can be kept in."""

@@ -4,7 +4,7 @@ Knows what a valid model of the family is; knows nothing about arrays, files or 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dhisparse_jax.configs.formats import COMPUTED, check_history_formats
@@ -12,6 +12,7 @@ from dhisparse_jax.configs.quantised import FLOAT
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.configs.values import check_counts, check_formats, config_of
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.mesh import ONE_DEVICE, MeshShape
 
 IndexerType = Literal["full", "shared"]
 RopeStyle = Literal["interleaved", "half-split"]
@@ -37,6 +38,9 @@ class GlmConfig:
         expert_format: Format of routed experts that stay quantised (`configs.quantised`).
         kv_format: Format of the rows that are kept of every layer (`configs.formats`).
         index_format: Format of the index keys.
+        mesh: Devices that it is made to be served on, H200s of one host or several: experts spread
+            over one axis, all other weights and the history of some requests on each device. It
+            does not make it another model.
         power_scales: Whether the scales of the model's fp8 activations are powers of two.
 
     Raises:
@@ -84,6 +88,7 @@ class GlmConfig:
     expert_format: str = FLOAT
     kv_format: str = COMPUTED
     index_format: str = COMPUTED
+    mesh: MeshShape = field(default=ONE_DEVICE, compare=False)
     power_scales: bool = False
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.glm import GlmConfig, derive_indexer_types
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.geometry import FP4, FP8
+from dhisparse_jax.mesh import MeshShape
 
 GLM_5_3 = GlmConfig(
     vocab_size=154_880,
@@ -31,6 +32,7 @@ GLM_5_3 = GlmConfig(
     eos_ids=(154_820, 154_827, 154_829),
     kv_format=FP8,
     index_format=FP8,
+    mesh=MeshShape(expert=8),
 )
 """GLM-5.3, 753 B parameters with its MTP layer; its history as it is served, 53,940 B per token."""
 
@@ -89,6 +91,7 @@ DEEPSEEK_V4_FLASH = V4Config(
     eos_ids=(1,),
     kv_format=FP8,
     index_format=FP8,
+    mesh=MeshShape(data=4, expert=2),
 )
 """DeepSeek-V4-Flash, 284.3 B parameters without its MTP layer; its history as it is served."""
 
@@ -120,6 +123,7 @@ DEEPSEEK_V4_PRO = V4Config(
     eos_ids=(1,),
     kv_format=FP8,
     index_format=FP8,
+    mesh=MeshShape(expert=16),
 )
 """DeepSeek-V4-Pro, 1.57 T parameters without its MTP layer; its history as it is served."""
 
@@ -156,6 +160,7 @@ DEEPSEEK_V4_1_FLASH = V41Config(
     eos_ids=(1,),
     kv_format=FP4,
     index_format=FP4,
+    mesh=MeshShape(data=2, expert=4),
 )
 """DeepSeek-V4.1-Flash, text alone: 552 B parameters without its drafter and its Engram tables; its
 history as it is served, 890 B per token."""

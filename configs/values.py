@@ -8,6 +8,10 @@ from typing import Any, Literal, TypeVar
 from dhisparse_jax.configs.quantised import FLOAT, FORMATS
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.mesh import MeshShape
+
+_PARTS: dict[str, type[Any]] = {"yarn": Yarn, "mesh": MeshShape}
+"""Entries that have entries."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,8 +38,9 @@ def config_of(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     tuples: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
     }
-    if isinstance(values.get("yarn"), Mapping):
-        tuples["yarn"] = _yarn(values["yarn"])
+    for name, part in _PARTS.items():
+        if isinstance(values.get(name), Mapping):
+            tuples[name] = _part(name, part, values[name])
     hints = typing.get_type_hints(kind)
     for name, value in tuples.items():
         if not _fits(value, hints[name]):
@@ -43,12 +48,12 @@ def config_of(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     return kind(**tuples)
 
 
-def _yarn(values: Mapping[str, Any]) -> Yarn:
-    """The parts of a stretching. Raises UserError where they are none."""
+def _part(name: str, kind: type[Any], values: Mapping[str, Any]) -> object:
+    """An entry that has entries. Raises UserError where they are none of it."""
     try:
-        return Yarn(**values)
+        return kind(**values)
     except TypeError as error:  # missing, unknown, or not a number
-        raise UserError(f"yarn is {dict(values)!r}, which describes none: {error}") from error
+        raise UserError(f"{name} is {dict(values)!r}, which describes none: {error}") from error
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401  # any type form

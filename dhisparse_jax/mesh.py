@@ -127,3 +127,6 @@ class MeshShape:
             )
         grid = np.array(chosen).reshape(self.data, self.expert)
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+ONE_DEVICE = MeshShape()

@@ -44,7 +44,7 @@ class DecodeOptions:
     json: Path | None
     record_selections: Path | None
     trace_dir: Path | None
-    devices: many.MeshOptions = many.ONE_DEVICE
+    devices: many.MeshOptions = many.NO_MESH_OPTIONS
 
 
 def decode(  # noqa: PLR0913  # one parameter an option

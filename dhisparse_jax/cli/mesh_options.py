@@ -63,7 +63,7 @@ class MeshOptions:
         return 0 if self.process is None else int(self.process.partition("/")[0])
 
 
-ONE_DEVICE = MeshOptions()
+NO_MESH_OPTIONS = MeshOptions()
 
 
 def process(value: str | None) -> str | None:

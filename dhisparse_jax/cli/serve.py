@@ -44,7 +44,7 @@ class ServeOptions:
     sampling: draws.SamplingOptions
     json: Path | None
     record_selections: Path | None
-    devices: many.MeshOptions = many.ONE_DEVICE
+    devices: many.MeshOptions = many.NO_MESH_OPTIONS
 
 
 def serve(  # noqa: PLR0913  # one parameter an option
