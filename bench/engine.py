@@ -50,7 +50,7 @@ def main(  # noqa: PLR0913  # options of a command
     """Measure the overhead of the engine at one or several loads."""
     rows: list[dict[str, Any]] = []
     about = {"bench": "engine", **environment(), "bar": BAR}
-    for load, together in itertools.product(_numbers(loads), _numbers(dispatch_steps)):
+    for load, together in itertools.product(numbers(loads), numbers(dispatch_steps)):
         dispatches = -(-steps // together)
         room = 2 * together * (dispatches + 1) * blocks
         engine = _engine(load, policy, draft, hot_rows, prompt_bytes, room, together)
@@ -62,7 +62,8 @@ def main(  # noqa: PLR0913  # options of a command
     write(about | {"rows": rows}, json)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Numbers between commas."""
     return [int(number) for number in text.split(",")]
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.engine import numbers
 from bench.load_sweep import make_requests
 from bench.record import environment, save, write
 from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
@@ -46,11 +47,11 @@ def main(  # noqa: PLR0913  # options of a command
     """Measure tokens per second at one or several numbers of devices."""
     found: list[dict[str, Any]] = []
     about = {"bench": "mesh", **environment(), "bar": BAR}
-    for load in _numbers(rows):
+    for load in numbers(rows):
         make = lambda count, load=load: Crowd(
             count, load, policy, draft, hot_rows, prompt_bytes, rounds * (blocks + 1)
         )
-        found += measure([make(count) for count in _numbers(devices)], rounds, blocks)
+        found += measure([make(count) for count in numbers(devices)], rounds, blocks)
         save(about | {"rows": found}, json)
     Console(stderr=True).print(_table(found))
     write(about | {"rows": found}, json)
@@ -139,16 +140,12 @@ def _agree(one: Crowd, other: Crowd) -> bool:
     return all(a == b for text, same in pairs for a, b in zip(text, same, strict=False))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _table(found: list[dict[str, Any]]) -> Table:
     table = Table("devices", "requests", "tokens/s", "speedup", "same tokens")
     for row in found:
-        numbers = f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f} x"
+        speeds = f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f} x"
         same = "yes" if row["same_tokens"] else "no"
-        table.add_row(str(row["devices"]), str(row["requests"]), *numbers, same)
+        table.add_row(str(row["devices"]), str(row["requests"]), *speeds, same)
     return table
 
 
