@@ -201,7 +201,7 @@ def test_expert_loads_are_those_of_all_gpus():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "room"), [(1, 16), (16, 16), (64, 64), (128, 64), (256, 128), (392, 160)]
+    ("tokens", "room"), [(1, 16), (16, 16), (64, 48), (128, 64), (256, 112), (392, 160)]
 )
 def test_room_of_experts(tokens, room):
     """16, 64, 128 and 256 tokens: 4, 16, 32 and 64 picks for an expert on average."""
@@ -215,7 +215,7 @@ def test_experts_sum_what_tokens_picked():
     x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
     expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
     weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
-    found = run_experts(experts, x, expert, weight, "reference")
+    found = run_experts(experts, x, expert, weight)
     exact = lambda matrix: np.asarray(
         matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
     )
