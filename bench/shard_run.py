@@ -146,8 +146,8 @@ def top_kernels(kernels: Spent, steps: int, count: int = 25) -> list[list[Any]]:
     """The kernels that take longest: program, name, milliseconds and calls per step."""
     order = sorted(kernels.items(), key=lambda item: -item[1][0])[:count]
     return [
-        [program, name[:60], 1e3 * spent / steps, calls / steps]
-        for (program, name), (spent, calls) in order
+        [kernel.program, kernel.name[:60], 1e3 * spent / steps, calls / steps]
+        for kernel, (spent, calls) in order
     ]
 
 

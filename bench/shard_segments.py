@@ -2,7 +2,7 @@
 
 A compiler takes many minutes for 78 layers in a row, and seconds for the four of a group. So the
 step is cut where `dhisparse_jax.step` and `.verify` are: a program that asks, one for each kind of
-group, and one that settles (`bench.shard_programs`), dispatched one after the other without waiting.
+group, and one that settles (`bench.shard_programs`), dispatched one after the other.
 """
 
 import dataclasses

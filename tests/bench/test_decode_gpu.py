@@ -14,6 +14,7 @@ from bench.replayed import accepted_proposals, followed, selections, survival_fo
 from bench.script import Script
 from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_experts import expert_room, run_experts, uniform_picks
+from bench.shard_figures import reached
 from bench.shard_load import draft_of, replay_arrays
 from bench.shard_memory import account, fitted
 from bench.shard_model import ShardParams
@@ -23,6 +24,7 @@ from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
 from bench.shard_weights import abstract_weights, random_like, random_weights
 from bench.simulator import Simulator
+from bench.stages import Kernel, by_stage
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
@@ -141,6 +143,26 @@ SWEEP = [
     row_of(64, "adaptive", figures(60, 1200.0, 50.0)),
     row_of(4, "resident", figures(4, 112.0, 35.0)),
 ]
+
+
+def test_shares_of_floors():
+    floors = {"experts": 9.0, "attend": 1.0, "retrieve": 4.0, "head": 2.0, "index": 1.0}
+    stages = {"experts": 10.0, "attend": 2.0, "retrieve and attend": 5.0, "retrieve": 1.0}
+    together = reached(floors, {**stages, "head": 0.1})
+    assert together == {"experts": 0.9, "retrieve and attend": 0.5}  # the head's are elsewhere
+    apart = reached(floors, {"attend": 2.0, "retrieve": 5.0})
+    assert apart == {"attend": 0.5, "retrieve": 0.8}
+
+
+def test_stages_of_kernels():
+    scopes = {"group_3": {"gemm_1": "jit(group_3)/experts/dot", "cublas_2": "a/verify/dot"}}
+    spent = {
+        Kernel("group_3", "gemm_1", ""): (1.0, 1),
+        Kernel("end", "gemm_1", ""): (2.0, 1),  # another program's
+        Kernel("group_3", "nvjet", "cublas_2"): (4.0, 1),
+        Kernel("", "retrieve__1", ""): (8.0, 2),
+    }
+    assert by_stage(spent, scopes) == {"experts": 1.0, "other": 2.0, "head": 4.0, "retrieve": 8.0}
 
 
 def test_the_most_within_a_bound():
