@@ -36,8 +36,7 @@ class Hidden:
     Attributes:
         now: after the last finished group; position p is in row p - origin. P rows, the capacity in
             whole chunks.
-        taps: after each tapped layer, of the newest positions: position p is in row (p - origin)
-            mod Q, where Q is a number of whole chunks.
+        taps: after each tapped layer; position p is in row (p - origin) mod Q, Q whole chunks.
         tokens: int32 token ids, in the rows of `now`.
         origin: first position that is computed; those before are shared, maybe some after it too.
     """
@@ -60,8 +59,7 @@ class Compiled:
         steps: decode steps per call of `step`.
 
     Attributes:
-        tap_rows: newest positions of a prompt whose tapped hidden states are kept: what the drafter
-            reads, in whole chunks.
+        tap_rows: newest positions of a prompt that the drafter reads, in whole chunks.
     """
 
     def __init__(
