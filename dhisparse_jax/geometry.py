@@ -120,9 +120,8 @@ class RowFormat:
     @property
     def name(self) -> str:
         """The dtype, or "fp8" or "fp4"."""
-        if isinstance(self.dtype, str):
-            return self.dtype
-        return FP8 if self.dtype.numbers == "e4m3" else FP4
+        numbers = self.dtype if isinstance(self.dtype, str) else self.dtype.numbers
+        return {"e4m3": FP8, "e2m1": FP4}.get(numbers, numbers)
 
     @property
     def parts(self) -> int:
@@ -139,9 +138,8 @@ class RowFormat:
     @property
     def words(self) -> int:
         """int32 words in a row."""
-        if isinstance(self.dtype, ScaledRow):
-            return self.dtype.words
-        return words_of(self.width, jnp.dtype(self.dtype))
+        scaled = isinstance(self.dtype, ScaledRow)
+        return self.dtype.words if scaled else words_of(self.width, jnp.dtype(self.dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,6 +206,8 @@ class Geometry:
         kept: what else the layers of each pool keep; empty: nothing.
         candidates: what the first selection from each pool leaves to the others, which are all
             records where it is None; empty: None.
+        group_layers: how many layers run with each pool; empty: those that share it.
+        feature_width: numbers that a drafter reads of a layer; None: the whole residual stream.
     """
 
     row: RowFormat
@@ -220,6 +220,8 @@ class Geometry:
     rates: tuple[int, ...] = ()
     kept: tuple[tuple[Kept, ...], ...] = ()
     candidates: tuple[Candidates | None, ...] = ()
+    group_layers: tuple[int, ...] = ()
+    feature_width: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse groups without layers, and selections of nothing."""

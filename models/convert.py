@@ -10,6 +10,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models import chat
+from dhisparse_jax.models.attached.load import attached_tensors, load_attached, save_attached
 from dhisparse_jax.models.checkpoint import (
     CONVERSION_FILE,
     OWN_WEIGHTS,
@@ -70,10 +71,16 @@ def convert(
         source, dtype=dtype, stored_experts=stored_experts, place=_on_host
     )
     flat = flatten(params_of(model))
+    drafts, drafted = set(attached_tensors(source, unused)), {}
+    unused = tuple(name for name in unused if name not in drafts)
     partial = target.with_name(target.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was interrupted
     try:
         save_weights(partial / OWN_WEIGHTS, flat, file_bytes=_DATA_FILE_BYTES)
+        if drafts:
+            draft, model = load_attached(source, config, dtype, _on_host)
+            drafted = flatten(params_of(model))
+            save_attached(partial, draft, drafted, _DATA_FILE_BYTES)
         for name in TEXT_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
@@ -82,8 +89,8 @@ def convert(
         partial.rename(target)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or target}: {error.strerror}") from error
-    size = sum(array.nbytes for array in flat.values())
-    return Converted(len(flat), size, config.expert_format, unused)
+    size = sum(array.nbytes for array in (*flat.values(), *drafted.values()))
+    return Converted(len(flat) + len(drafted), size, config.expert_format, unused)
 
 
 def _on_host(name: str, shape: tuple[int, ...]) -> Sharding:
