@@ -138,8 +138,9 @@ class RowFormat:
     @property
     def words(self) -> int:
         """int32 words in a row."""
-        scaled = isinstance(self.dtype, ScaledRow)
-        return self.dtype.words if scaled else words_of(self.width, jnp.dtype(self.dtype))
+        if isinstance(self.dtype, ScaledRow):
+            return self.dtype.words
+        return words_of(self.width, jnp.dtype(self.dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,8 +205,7 @@ class Geometry:
         index_power_scales: whether the scales of SCALED_KEYS are powers of two.
         rates: positions per record of each pool; empty: 1. DeepSeek-V4: 4 each; V4.1: 2, 2, 2, 1.
         kept: what else the layers of each pool keep; empty: nothing.
-        candidates: what the first selection from each pool leaves to the others, which are all
-            records where it is None; empty: None.
+        candidates: what the first selection from each pool leaves to others; None or empty: all.
         group_layers: how many layers run with each pool; empty: those that share it.
         feature_width: numbers that a drafter reads of a layer; None: the whole residual stream.
     """

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -32,7 +33,7 @@ from dhisparse_jax.models.checkpoint import (
 from dhisparse_jax.models.families import family_of, published_family
 from dhisparse_jax.models.hf import load_params, stored_format
 from dhisparse_jax.models.hf_config import read_json
-from dhisparse_jax.models.params import Flat, Nested, fill, flatten, params_of, unflatten
+from dhisparse_jax.models.params import Nested, fill, flatten, params_of, unflatten
 from dhisparse_jax.models.published import Published, weight_block
 from dhisparse_jax.models.stream import on_first_device
 from dhisparse_jax.models.tensor_files import read_headers
@@ -41,6 +42,13 @@ OWN_DRAFT = "draft"
 """The folder of the drafter in a checkpoint of ours."""
 
 _STAGE = re.compile(rf"(?:model\.)?{ROOT}\.(\d+)\.")
+
+
+class Attached(NamedTuple):
+    """A drafter as it is loaded: sizes and model."""
+
+    config: AttachedConfig
+    model: AttachedModel
 
 
 def make_attached(
@@ -66,19 +74,22 @@ def attached_tensors(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
 
 def is_attached(directory: Path) -> bool:
     """Whether a checkpoint, published or ours, has a drafter attached."""
-    if (directory / OWN_WEIGHTS).is_dir():
+    path = directory / CONFIG_FILE
+    if (directory / OWN_WEIGHTS).is_dir() or not path.is_file():
         return (directory / OWN_DRAFT).is_dir()
-    if not has_attached(read_json(directory / CONFIG_FILE)):
-        return False
-    return any(_STAGE.match(name) for name in read_headers(directory))
+    return has_attached(read_json(path)) and any(
+        _STAGE.match(name) for name in read_headers(directory)
+    )
 
 
 def load_attached(
     directory: Path,
     target: SinceV4,
     dtype: jnp.dtype | type | None = None,
+    *,
+    stored_experts: bool = True,
     place: Place = on_first_device,
-) -> tuple[AttachedConfig, AttachedModel]:
+) -> Attached:
     """Loads the drafter of a checkpoint, published or ours.
 
     Quantised weights become numbers of the compute dtype, but for those of routed experts, which
@@ -88,6 +99,7 @@ def load_attached(
         directory: of the checkpoint.
         target: sizes of the target.
         dtype: Compute dtype; the dtype of the weights when None.
+        stored_experts: Whether quantised experts stay so.
         place: Where each array goes, from its flat name and shape.
 
     Raises:
@@ -95,20 +107,29 @@ def load_attached(
             left over, wrongly shaped, or of an unsupported type.
     """
     dtype = jnp.dtype(dtype or target.param_dtype)
-    load = _load_own if (directory / OWN_WEIGHTS).is_dir() else _load_published
-    config, params = load(directory, target, dtype, place)
-    return config, fill(lambda: make_attached(config, target, dtype), params)
+    if (directory / OWN_WEIGHTS).is_dir():
+        config, params = _load_own(directory, target, place)
+    else:
+        config, tensors = _find_published(directory, target)
+        if stored_experts:
+            form = stored_format(attached_expert_names(config), tensors)
+            config = dataclasses.replace(config, expert_format=form)
+        like = abstract_attached(config, target)
+        pieces = attached_pieces(config, flatten(like))
+        params = load_params(like, pieces, tensors, {}, dtype, place)
+    return Attached(config, fill(lambda: make_attached(config, target, dtype), params))
 
 
-def save_attached(directory: Path, config: AttachedConfig, flat: Flat, file_bytes: int) -> None:
+def save_attached(
+    directory: Path, config: AttachedConfig, model: AttachedModel, file_bytes: int
+) -> None:
     """Writes a drafter into a checkpoint of ours."""
+    flat = flatten(params_of(model))
     save_weights(directory / OWN_DRAFT / OWN_WEIGHTS, flat, file_bytes=file_bytes)
     save_json(directory / OWN_DRAFT / CONFIG_FILE, dataclasses.asdict(config))
 
 
-def _load_own(
-    directory: Path, target: SinceV4, dtype: jnp.dtype, place: Place
-) -> tuple[AttachedConfig, Nested]:
+def _load_own(directory: Path, target: SinceV4, place: Place) -> tuple[AttachedConfig, Nested]:
     folder = (directory / OWN_DRAFT).absolute()
     if not folder.is_dir():
         raise UserError(f"{directory} has no draft attached")
@@ -123,9 +144,8 @@ def _load_own(
     return config, unflatten(flat, like)
 
 
-def _load_published(
-    directory: Path, target: SinceV4, dtype: jnp.dtype, place: Place
-) -> tuple[AttachedConfig, Nested]:
+def _find_published(directory: Path, target: SinceV4) -> tuple[AttachedConfig, Published]:
+    """Sizes, and the tensors after their names, shapes and types were checked."""
     path = directory / CONFIG_FILE
     raw = read_json(path)
     found = [_STAGE.match(name) for name in read_headers(directory)]
@@ -137,7 +157,7 @@ def _load_published(
         config = parse_attached(raw, target, max(stages) + 1)
         block = weight_block(raw.get("quantization_config"))
     except UserError as error:
-        raise UserError(f"{path}: {error}; --draft none runs without a draft") from error
+        raise UserError(f"{path}: {error}") from error
     family = family_of(target)
     tensors = Published(
         directory,
@@ -146,8 +166,4 @@ def _load_published(
         canonical=canonical_attached_name,
         ignored=lambda name: not name.startswith(f"{ROOT}.") or family.unused(name),
     )
-    form = stored_format(attached_expert_names(config), tensors)
-    config = dataclasses.replace(config, expert_format=form)
-    like = abstract_attached(config, target)
-    pieces = attached_pieces(config, flatten(like))
-    return config, load_params(like, pieces, tensors, {}, dtype, place)
+    return config, tensors

@@ -209,11 +209,11 @@ class DraftModel(nnx.Module):
         self.norm = _norm(config, dtype)
         args = {"dtype": dtype, "rngs": rngs}
         self.candidate_selector = CandidateSelector(config, **args) if config.selector else None
-        args |= {"param_dtype": jnp.dtype(config.param_dtype)}
+        heads = {"dtype": dtype, "param_dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
         dspark, width = config.markov, config.hidden_size
-        self.markov_head = MarkovHead(dspark, config.vocab_size, width, **args) if dspark else None
-        confident = dspark is not None and dspark.confidence
-        self.confidence_head = ConfidenceHead(dspark, width, **args) if confident else None
+        self.markov_head = MarkovHead(dspark, config.vocab_size, width, **heads) if dspark else None
+        confident = dspark if dspark and dspark.confidence else None
+        self.confidence_head = ConfidenceHead(confident, width, **heads) if confident else None
         self.dtype = dtype
 
     def context(self, features: Float[Array, "b s taps"], positions: Int[Array, "b s"]) -> Context:

@@ -9,7 +9,7 @@ from flax import nnx
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.attached.drafter import AttachedDrafter
 from dhisparse_jax.models.attached.drafter import drafter_of as attached_drafter
-from dhisparse_jax.models.attached.load import is_attached, load_attached
+from dhisparse_jax.models.attached.load import load_attached
 from dhisparse_jax.models.deepseek_v4.decode import V4Served
 from dhisparse_jax.models.deepseek_v41.decode import V41Served
 from dhisparse_jax.models.draft.block import Vocabulary
@@ -21,17 +21,8 @@ from dhisparse_jax.models.glm.decode import GlmServed
 from dhisparse_jax.models.registry import BUNDLED, LoadedModel
 
 KINDS = ("dflash", "dflash2", "dspark")
-BUNDLED_DRAFT = "dflash2"
 ATTACHED = "dspark"
 BUNDLED_DRAFTS = {kind: BUNDLED["tiny"] / "drafts" / kind for kind in KINDS}
-
-
-def default_draft(loaded: LoadedModel) -> str | None:
-    """The name of the draft that a model comes with; None: it has none."""
-    if loaded.directory == BUNDLED["tiny"]:
-        return BUNDLED_DRAFT
-    attachable = isinstance(loaded.model, V4Served | V41Served)
-    return ATTACHED if attachable and is_attached(loaded.directory) else None
 
 
 def load_draft(
@@ -86,10 +77,13 @@ def _load_attached(
     directory = loaded.directory if name == ATTACHED else Path(name)
     if not directory.is_dir():
         raise UserError(
-            f"unknown draft {name}: for {loaded.name} there is {ATTACHED}, if its checkpoint has it "
-            "attached, or the folder of another one that has"
+            f"unknown draft {name}: neither {ATTACHED}, which the checkpoint of {loaded.name} may "
+            "have attached, nor the folder of another checkpoint that has one"
         )
-    config, model = load_attached(directory, target.config, target.dtype)
+    try:
+        config, model = load_attached(directory, target.config, jnp.dtype(target.dtype))
+    except UserError as error:
+        raise UserError(f"{error}; --draft none runs without it") from error
     _check_length(length, config.block_size)
     weights = nnx.merge(target.graph, loaded.params)
     shared = weights.embedding[...], weights.head.kernel[...]

@@ -74,7 +74,9 @@ def attention(config, w, x, read, own_sites):
     heads, dim, rope = (config[k] for k in ("num_attention_heads", "head_dim", "qk_rope_head_dim"))
     eps, count = config["rms_norm_eps"], len(x)
     turn = lambda v, at: v41.rotate_last(v, at, rope, v41.frequencies(config, False))
-    keys = lambda v, at: turn(v41.rms(v @ w["attn.wkv.weight"].T, w["attn.kv_norm.weight"], eps), at)
+    keys = lambda v, at: turn(
+        v41.rms(v @ w["attn.wkv.weight"].T, w["attn.kv_norm.weight"], eps), at
+    )
     at = len(read) + np.arange(count)
     latent = v41.rms(x @ w["attn.wq_a.weight"].T, w["attn.q_norm.weight"], eps)
     query = (latent @ w["attn.wq_b.weight"].T).reshape(count, heads, dim)

@@ -57,7 +57,9 @@ def small(kind):
     else:
         raw, target, folder = V4_RAW, small_v4.model(), small_v4.FIXTURE
     config = parse_attached(raw, target[0].config, 2 if kind == "v41" else 3)
-    weights = {canonical_attached_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
+    weights = {
+        canonical_attached_name(n): t for n, t in load_file(folder / "model.safetensors").items()
+    }
     if kind == "v4":
         weights |= v4_tensors()
     wide = {name: tensor.astype(np.float64) for name, tensor in weights.items()}

@@ -9,7 +9,6 @@ import pytest
 
 from dhisparse_jax.sampling import greedy
 from tests.support.small_attached import (
-    BLOCKS,
     KINDS,
     drafter,
     expected,
@@ -53,5 +52,3 @@ def test_blocks_are_those_of_the_numpy_model(kind):
         first = small(kind).weights[f"mtp.{own.config.stages - 1}.markov_head.markov_w1.weight"]
         bias = first[[anchor, *block.tokens[:-1]]] @ known.T
         assert np.abs(normed[row] @ params["head"] + bias - block.logits).max() < 4e-5
-
-
