@@ -205,7 +205,7 @@ def frequencies(config, stretched):
 
 def rotate_last(x, at, channels, f):
     """Turns pairs of neighbours among the last channels."""
-    pairs = x[..., -channels:].reshape(*x.shape[:-1], -1, 2)
+    pairs = x[..., -channels:].reshape(*x.shape[:-1], channels // 2, 2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * at[..., None] * f)
     turned = np.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], channels)
     return np.concatenate([x[..., :-channels], turned], axis=-1)

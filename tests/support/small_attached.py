@@ -1,5 +1,7 @@
 """Small drafters attached to the small DeepSeek-V4 and V4.1, random everywhere."""
 
+import dataclasses
+import itertools
 import json
 from functools import cache
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from dhisparse_jax.models.attached.load import abstract_attached, make_attached
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.params import fill, flatten, unflatten
 from dhisparse_jax.models.stream import load_arrays
+from dhisparse_jax.speculation.protocol import Draft
 from tests.fixtures.make_v41_fixture import weight_like
 from tests.support import numpy_attached, small_v4, small_v41
 
@@ -77,15 +80,21 @@ def v4_tensors(seed=3):
 @cache
 def drafter(kind, length=None):
     """The drafter, and its weights as its functions take them."""
+    served, params = small(kind).target
+    config, nested = loaded(kind)
+    model = fill(lambda: make_attached(config, served.config), nested)
+    shared = params["embedding"][...], params["head"]["kernel"][...]
+    return drafter_of(model, config, served.config, shared, length=length)
+
+
+@cache
+def loaded(kind):
+    """Sizes and nested weights."""
     own = small(kind)
-    served, params = own.target
-    like = abstract_attached(own.config, served.config)
+    like = abstract_attached(own.config, own.target[0].config)
     read = lambda name, rows, stored: own.weights[name][rows].astype(np.float32)
     pieces = attached_pieces(own.config, flatten(like))
-    nested = unflatten(load_arrays(flatten(like), pieces, read), like)
-    model = fill(lambda: make_attached(own.config, served.config), nested)
-    shared = params["embedding"][...], params["head"]["kernel"][...]
-    return drafter_of(model, own.config, served.config, shared, length=length)
+    return own.config, unflatten(load_arrays(flatten(like), pieces, read), like)
 
 
 def expected(kind, features, anchor):
@@ -105,3 +114,30 @@ def random_features(kind, *shape, seed=0):
     own = small(kind)
     width = len(own.config.taps) * own.raw["hidden_size"]
     return jnp.asarray(np.random.default_rng(seed).normal(size=(*shape, width)), jnp.float32)
+
+
+def knowing(kind, texts):
+    """A draft whose Markov head knows which token followed each one in some texts, the last time.
+
+    The rest of it is random, and small beside that.
+    """
+    served, params = small(kind).target
+    vocabulary = small(kind).raw["vocab_size"]
+    config = dataclasses.replace(small(kind).config, markov_rank=vocabulary)
+    follows = np.zeros((vocabulary, vocabulary), np.float32)
+    for text in texts:
+        for before, after in itertools.pairwise(text):
+            follows[before] = 0
+            follows[before, after] = 200
+    _, nested = loaded(kind)
+    width = small(kind).raw["hidden_size"]
+    nested = nested | {
+        "markov_head": {
+            "markov_w1": {"weight": jnp.eye(vocabulary)},
+            "markov_w2": {"kernel": jnp.asarray(follows)},
+        },
+        "confidence_head": {"proj": {"kernel": jnp.zeros((width + vocabulary, 1))}},
+    }
+    model = fill(lambda: make_attached(config, served.config), nested)
+    shared = params["embedding"][...], params["head"]["kernel"][...]
+    return Draft(*drafter_of(model, config, served.config, shared))
