@@ -183,9 +183,7 @@ def _draft_step(
     """What the drafter does in a step, by itself; embeddings stand in for the target's features."""
     proposal = drafter.propose(draft_params, state, texts.anchor, length, texts.sampler)
     x = model.embed(params, jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1))
-    features = jnp.concatenate(
-        [x[..., : model.geometry.feature_width]] * len(drafter.taps), axis=-1
-    )
+    features = jnp.tile(x[..., : model.geometry.feature_width], len(drafter.taps))
     count = jnp.full_like(length, x.shape[1])
     return drafter.commit(draft_params, state, features, length, count)
 

@@ -139,7 +139,7 @@ def test_names_are_shown_as_they_are(run, fake, prompt):
 
 
 def test_interrupt_while_loading_exits_130(run, fake, prompt, monkeypatch):
-    def interrupted(*_arguments):
+    def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dhisparse_jax.cli.session.load_model", interrupted)
