@@ -14,6 +14,10 @@ from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.top_k.api import top_k
 
 RULE, K, WIDTH, HEADS = Candidates(block=4, count=5), 12, 16, 3
+SLOW = pytest.mark.slow
+
+
+gathered = jax.jit(best_candidates, static_argnums=(0, 1))
 
 
 def inputs(queries, records, form="float32", seed=0):
@@ -39,11 +43,14 @@ def choices(queries, visible, seed=0, form="float32", records=None):
     one, two = (inputs(queries, records, form, seed + number) for number in (0, 100))
     blocks = candidate_blocks(RULE, index_scores(*one, visible), visible)
     given = (two[0], two[1], one[2], visible)
-    found = jax.jit(best_candidates, static_argnums=(0, 1))(RULE, K, *given, blocks)
+    found = gathered(RULE, K, *given, blocks)
     return found, top_k(inside(RULE, index_scores(*given), blocks), K), given, blocks
 
 
-@pytest.mark.parametrize("form", ["float32", SCALED_KEYS, PACKED_KEYS])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param("float32", marks=SLOW), pytest.param(SCALED_KEYS, marks=SLOW), PACKED_KEYS],
+)
 def test_selections_are_those_of_all_scores(form):
     """With ties; queries that see nothing, less than K, and part of a block; rows that differ."""
     visible = np.array([[101, 102, 103], [0, 1, 2], [40, 90, 17]])
@@ -52,7 +59,7 @@ def test_selections_are_those_of_all_scores(form):
     assert (np.asarray(found[1]) >= 0).sum(axis=-1).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("queries", [1, 2, pytest.param(5, marks=SLOW)])
 def test_any_number_of_queries_and_of_blocks_in_common(queries):
     for seed in range(4):
         visible = np.random.default_rng(seed).integers(0, 160, (3, queries))
@@ -69,7 +76,7 @@ def test_keys_outside_the_blocks_are_not_read():
         record = np.arange(100)
         candidate = np.isin(record // RULE.block, np.asarray(blocks[row]))
         poisoned[row, ~candidate | (record >= visible[row].max())] = np.nan
-    again = best_candidates(RULE, K, queries, weights, jnp.asarray(poisoned), seen, blocks)
+    again = gathered(RULE, K, queries, weights, jnp.asarray(poisoned), seen, blocks)
     assert np.array_equal(again, found)
 
 
@@ -80,7 +87,7 @@ def test_the_program_has_no_scores_of_all_records():
     assert not are_few(rule, 7, records)
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
     whole = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
-    text = jax.jit(best_candidates, static_argnums=(0, 1)).lower(
+    text = gathered.lower(
         rule, 512, shape(1, 1, 32, 128), shape(1, 1, 32), shape(1, records, 128), whole(1, 1),
         whole(1, 1, 2048),
     ).as_text()  # fmt: skip
