@@ -41,6 +41,7 @@ def test_the_draft_of_a_checkpoint_is_used_by_default_and_changes_no_token(run, 
     assert drafted["metrics"]["draft_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_one_line(run, prompt, tmp_path):
     for path in FIXTURE.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
