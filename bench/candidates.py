@@ -73,7 +73,7 @@ def _draw(seed: int, *shape: int) -> Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def _milliseconds(form: Callable[..., Array], given: tuple[Array, ...]) -> float:
+def _milliseconds(form: Callable[..., Array], given: tuple[Any, ...]) -> float:
     """The fastest of some runs: others may compute here too."""
     times = []
     for _ in range(RUNS):
