@@ -152,8 +152,7 @@ def _logits(
     model: ServedModel, chunk: int, params: Params, hidden: Float[Array, "P D"], at: Int[Array, ""]
 ) -> Float[Array, "chunk V"]:
     """Logits of the `chunk` positions from `at` on."""
-    piece = lax.dynamic_slice_in_dim(hidden, at, chunk)
-    return model.logits(params, piece[None])[0]
+    return model.logits(params, lax.dynamic_slice_in_dim(hidden, at, chunk)[None])[0]
 
 
 def _first_token(
@@ -187,8 +186,7 @@ def _draft_step(
     proposal = drafter.propose(draft_params, state, texts.anchor, length, texts.sampler)
     x = model.embed(params, jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1))
     features = jnp.tile(x[..., : model.geometry.feature_width], len(drafter.taps))
-    count = jnp.full_like(length, x.shape[1])
-    return drafter.commit(draft_params, state, features, length, count)
+    return drafter.commit(draft_params, state, features, length, jnp.full_like(length, x.shape[1]))
 
 
 def _draft_prompt(  # noqa: PLR0913  # what jit binds, and what it is called with
