@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
+from dhisparse_jax.models.attached.load import attached_tensors
 from dhisparse_jax.models.checkpoint import CONVERSION_FILE, OWN_WEIGHTS, load_checkpoint
 from dhisparse_jax.models.families import served
 from dhisparse_jax.models.hf import load_hf
@@ -31,6 +32,7 @@ class LoadedModel:
         context: most positions, prompt and new tokens together.
         eos: token ids that end a text.
         unused: names of tensors of a published checkpoint that the model has no use for.
+        drafts: names of tensors of a published checkpoint that are of the drafter attached to it.
         mesh: devices that its weights are on; None: the first one.
     """
 
@@ -42,6 +44,7 @@ class LoadedModel:
     context: int
     eos: tuple[int, ...]
     unused: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ()
     mesh: Mesh | None = None
 
 
@@ -79,10 +82,12 @@ def load(
     compute, place = jnp.dtype(dtype), placement(mesh)
     if (directory / OWN_WEIGHTS).is_dir():
         (config, model), unused = load_checkpoint(directory, dtype=compute, place=place), ()
+        drafts = ()
     else:
         config, model, unused = load_hf(
             directory, dtype=compute, stored_experts=stored_experts, place=place
         )
+        drafts = attached_tensors(directory, unused)
     tokenizer, ends = _text(directory, config)
     functions, params = served(model, dtype, kv_format, index_format)
     return LoadedModel(
@@ -93,7 +98,8 @@ def load(
         tokenizer=tokenizer,
         context=config.context,
         eos=ends,
-        unused=unused,
+        unused=tuple(name for name in unused if name not in set(drafts)),
+        drafts=drafts,
         mesh=mesh,
     )
 

@@ -167,7 +167,8 @@ def prepare(
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
     mesh = many.start(options.devices, told(options, prompts))
-    loaded = load_model(options.model, options.dtype, options.formats, mesh=mesh)
+    draft = options.draft.name
+    loaded = load_model(options.model, options.dtype, options.formats, draft=draft, mesh=mesh)
     draft = load_draft(options.draft, loaded)
     if not prompts:
         prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))

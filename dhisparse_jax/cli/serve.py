@@ -168,8 +168,8 @@ def prepare(
     from dhisparse_jax.engine.pace import Limits
     from dhisparse_jax.engine.replay import Arrival
 
-    mesh = many.start(options.devices, {})
-    loaded = load_model(options.model, options.dtype, options.formats, mesh=mesh)
+    mesh, draft = many.start(options.devices, {}), options.draft.name
+    loaded = load_model(options.model, options.dtype, options.formats, draft=draft, mesh=mesh)
     bound = None if options.tpot_ms is None else options.tpot_ms / 1e3
     asked = options.draft
     if bound is not None and asked.name != opt.NO_DRAFT:

@@ -9,6 +9,7 @@ import typer
 
 from dhisparse_jax.cli.format_options import FormatOptions
 from dhisparse_jax.cli.options import (
+    ATTACHED_DRAFT,
     MOST_AT_ONCE,
     NO_DRAFT,
     DraftOptions,
@@ -50,9 +51,10 @@ def load_model(
     dtype: DtypeName = DtypeName.FLOAT32,
     formats: FormatOptions = AS_STORED,
     experts: ExpertsName = ExpertsName.STORED,
+    draft: str = NO_DRAFT,
     mesh: "Mesh | None" = None,
 ) -> "LoadedModel":
-    """Load `tiny` or a checkpoint folder, onto a mesh if there is one.
+    """Load `tiny` or a checkpoint folder, onto a mesh if there is one, for a draft of that name.
 
     Raises:
         UserError: there is none that works.
@@ -67,8 +69,8 @@ def load_model(
         index_format=formats.keys and formats.keys.value,
         mesh=mesh,
     )
-    if loaded.unused:
-        count = len(loaded.unused)
+    count = len(loaded.unused) + (len(loaded.drafts) if draft != ATTACHED_DRAFT else 0)
+    if count:
         typer.echo(f"{name}: {count} tensors are of parts of the model that are not used", err=True)
     return loaded
 

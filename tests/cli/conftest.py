@@ -73,7 +73,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         given.asked |= {"options": options, **sizes}
         return given.engine
 
-    def load_model(name, dtype="float32", formats=AS_STORED, experts="stored", mesh=None):
+    def load_model(
+        name, dtype="float32", formats=AS_STORED, experts="stored", draft="none", mesh=None
+    ):
         given.asked |= {"model": name, "dtype": dtype, "formats": formats, "mesh": mesh}
         return given.loaded
 
