@@ -21,6 +21,7 @@ from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.pytree import state
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.interpret import interprets_tpu
 from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.plan.types import PlanCounts
 
@@ -134,10 +135,16 @@ class HierarchyState:
 
 
 def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
-    """Where host pools live: `pinned_host` of `device` if it has the kind, else its default."""
+    """Where host pools live: `pinned_host` of `device` if it has the kind, else its default.
+
+    The default, too, where TPU kernels are interpreted: JAX cannot lower a program with their
+    ordered callbacks and an array of another memory kind (0.10.2: it forgets the callbacks' tokens
+    when it lists the kinds of the results).
+    """
     device = device or jax.devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
-    return SingleDeviceSharding(device, memory_kind=HOST_KIND if HOST_KIND in kinds else None)
+    pinned = HOST_KIND in kinds and not interprets_tpu()
+    return SingleDeviceSharding(device, memory_kind=HOST_KIND if pinned else None)
 
 
 def abstract(cfg: HierarchyConfig) -> HierarchyState:

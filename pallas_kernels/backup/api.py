@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Int
 
-from pallas_kernels.backup import reference, triton
+from pallas_kernels.backup import reference, tpu, triton
+from pallas_kernels.common import tpu_records
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.common.record_layout import words_of_record
 
@@ -54,7 +55,10 @@ def backup(
             f"host pools with records of {wanted} words cannot be written from slots of {widths} "
             f"and {sources.shape[0]} lists of sources; there must be one of each, of the same size"
         )
-    match resolve("backup", backend, refusal=None):
+    refusal = tpu_records.supports(*hosts, *slots)
+    match resolve("backup", backend, refusal=None, tpu_refusal=refusal):
+        case "tpu":
+            return tpu.backup(hosts, slots, rows, sources)
         case "triton":
             return triton.backup(hosts, slots, rows, sources)
         case _:

@@ -31,6 +31,11 @@ def tpu_interpret() -> pltpu.InterpretParams | bool:
     return False if target().compiled or jax.default_backend() == "tpu" else INTERPRETED
 
 
+def interprets_tpu() -> bool:
+    """Whether programs are made for a TPU, and run in interpret mode."""
+    return target().platform == "tpu" and bool(tpu_interpret())
+
+
 @contextlib.contextmanager
 def ahead_of_time(generation: str) -> Generator[None, None, None]:
     """Programs that are traced in the body are for a TPU that is not there, and are compiled.

@@ -115,6 +115,13 @@ def lanes_view(pool: Int[Array, "N lines 128"]) -> Int[Array, "8 lanes"]:
     return tiles.transpose(1, 0, 2).reshape(LINES, -1)
 
 
+def pool_of(
+    view: Int[Array, "8 lanes"], like: Int[Array, "N lines 128"]
+) -> Int[Array, "N lines 128"]:
+    """The reverse of `lanes_view`: the pool that a view is of, as large as `like`."""
+    return view.reshape(LINES, -1, LANES).transpose(1, 0, 2).reshape(like.shape)
+
+
 def lines_view(pool: Int[Array, "N lines 128"]) -> Int[Array, "n 1 128"]:
     """A pool of tiles as single lines: record i has lines `[i * W // 128, W // 128]`.
 

@@ -2,9 +2,10 @@
 
 from jaxtyping import Array, Int
 
+from pallas_kernels.common import tpu_records
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.common.record_layout import words_of_record
-from pallas_kernels.retrieve import reference, triton
+from pallas_kernels.retrieve import reference, tpu, triton
 from pallas_kernels.retrieve.types import Fetches, Moves
 
 
@@ -44,7 +45,10 @@ def retrieve(
         ValueError: the records of the host pool and the slots are of different sizes.
     """
     check_pools(host, slots)
-    match resolve("retrieve", backend, refusal=None):
+    refusal = tpu_records.supports(host, slots)
+    match resolve("retrieve", backend, refusal=None, tpu_refusal=refusal):
+        case "tpu":
+            return tpu.retrieve(host, slots, fetches, moves)
         case "triton":
             return triton.retrieve(host, slots, fetches, moves)
         case _:
