@@ -22,7 +22,7 @@ def launched(
     """What `launch(hosts, slots, sources)` gives; called for each pool where XLA needs that."""
     if not sources.size:
         return tuple(hosts)
-    if SEVERAL_RESULTS or not any(is_host(host) for host in hosts):
+    if SEVERAL_RESULTS:
         return launch(hosts, slots, sources)
     each = zip(hosts, slots, sources, strict=True)
     return tuple(launch([host], [array], ids[None])[0] for host, array, ids in each)
