@@ -1,0 +1,357 @@
+"""Sparse attention on a TPU: rows are gathered from HBM slots by DMA while others are multiplied.
+
+One query's selection is cut into blocks of rows, and the programs of the grid, `[query, block]`, go
+through them in order. A program first starts the copies for the next one: a row each, from its slot
+in HBM to its place in one of two buffers in VMEM, all on one semaphore. Then it waits for its own,
+views the words as numbers (`tpu_rows.py`) and does one step of the online softmax: logits of all
+heads by one product with float32 accumulation, maximum and sum in float32, values by another.
+
+Slots are addressed by ids in scalar memory, a block of the program and one of the next; how many of
+them are valid is known ahead (scalar prefetch), so blocks without a row are passed over. An entry
+without a row is not read: its place is zeroed, and its logits are -inf.
+
+Traffic: of a row only the tiles of 128 words in which it is are copied. GLM's fp8 rows have 164
+words and begin anywhere in a record: 2, 2, 2 and 3 tiles for the four layers, 1,152 bytes on
+average for 656; bfloat16 rows 3 tiles, 1,536 for 1,152. So `R T K` times that, besides queries and
+values. A row that several queries of a request select is read for each of them. A slot's tiles lie
+4 KB apart in HBM (tiles of `[S, W]` hold eight slots), so a copy is as many runs of 512 bytes.
+What bounds the kernel is rather how many copies the scalar core starts: one per row.
+
+Tiles: 512 rows, two buffers of 512 x 3 tiles (1.5 MB), products of [64, 768] with [768, 512].
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.scaled_rows import ScaledRow
+from pallas_kernels.sparse_attention.tpu_rows import (
+    LANES,
+    Part,
+    aligned,
+    decoded,
+    from_planes,
+    parts,
+    refusal,
+    row_words,
+    to_planes,
+)
+
+ROW_UNIT = 16
+"""Rows of a block come in whole tiles of bfloat16."""
+
+LEAST = float(jnp.finfo(jnp.float32).min)
+"""Where the running maximum begins: nothing finite is less, and it can be subtracted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How the work is cut.
+
+    Attributes:
+        block: rows of a program at most; a multiple of 128.
+        unroll: copies that a turn of the loop starts.
+    """
+
+    block: int = 512
+    unroll: int = 8
+
+
+class Plan(NamedTuple):
+    """What a program knows at compile time.
+
+    Attributes:
+        first: first word of a record that is copied.
+        words: how many are.
+        start: the row's first word among them.
+        row_format: of the row.
+        parts: what it consists of.
+        value_parts: what of that is its value.
+        scale: factor of the logits.
+        unroll: copies that a turn of the loop starts.
+    """
+
+    first: int
+    words: int
+    start: int
+    row_format: DTypeLike | ScaledRow
+    parts: list[Part]
+    value_parts: list[Part]
+    scale: float
+    unroll: int
+
+
+def supports(
+    query: Float[Array, "R T H width"],
+    slots: Int[Array, "S W"],
+    *,
+    offset: int,
+    row_format: DTypeLike | ScaledRow,
+    value_width: int,
+) -> str | None:
+    """Why the kernel cannot take these operands; None if it can."""
+    del slots, offset, value_width
+    if query.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"queries of {query.dtype}"
+    return refusal(query.shape[-1], row_format)
+
+
+def sparse_attention(
+    query: Float[Array, "R T H width"],
+    slots: Int[Array, "S W"],
+    location: Int[Array, "R T K"],
+    sinks: Float[Array, " H"] | None = None,
+    *,
+    offset: int,
+    row_format: DTypeLike | ScaledRow,
+    value_width: int,
+    scale: float,
+    tuning: Tuning | None = None,
+    interpret: Any,
+) -> tuple[Float[Array, "R T H value"], Float[Array, "R T H"]]:
+    """See `api.sparse_attention`. `interpret` is what `pallas_call` takes."""
+    tuning = tuning or Tuning()
+    requests, count, heads, width = query.shape
+    plan = _plan(slots.shape[1], width, offset, row_format, value_width, scale, tuning)
+    queries = requests * count
+    block = min(tuning.block, -(-location.shape[2] // ROW_UNIT) * ROW_UNIT)
+    missing = -location.shape[2] % block
+    ids = jnp.pad(location, ((0, 0), (0, 0), (0, missing)), constant_values=NO_SLOT)
+    ids = ids.reshape(-1, 1, block)
+    blocks = ids.shape[0] // queries
+    live = (ids >= 0).sum(axis=(1, 2), dtype=jnp.int32)
+    planes = to_planes(query.reshape(queries, heads, width), plan.parts)
+    value_lanes = sum(part.per_word * part.lanes for part in plan.value_parts)
+    sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+
+    of_ids = lambda space, ahead: pl.BlockSpec(
+        (None, 1, block),
+        lambda q, b, _: (jnp.minimum(q * blocks + b + ahead, queries * blocks - 1), 0, 0),
+        memory_space=space,
+    )
+    of_query = lambda *sizes: pl.BlockSpec((None, *sizes), lambda q, b, _: (q, 0, 0))
+    call = pl.pallas_call(
+        functools.partial(_attention_kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(queries, blocks),
+            in_specs=[
+                of_ids(pltpu.SMEM, 0),
+                of_ids(pltpu.SMEM, 1),
+                of_ids(pltpu.VMEM, 0),
+                pl.BlockSpec((heads, 1), lambda q, b, _: (0, 0)),
+                of_query(heads, planes.shape[2]),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=(of_query(heads, value_lanes), of_query(1, heads)),
+            scratch_shapes=[
+                pltpu.VMEM((2, block, plan.words), jnp.int32),
+                pltpu.VMEM((heads, 1), jnp.float32),
+                pltpu.VMEM((heads, 1), jnp.float32),
+                pltpu.VMEM((heads, value_lanes), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((queries, heads, value_lanes), query.dtype),
+            jax.ShapeDtypeStruct((queries, 1, heads), jnp.float32),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        interpret=interpret,
+        name="sparse_attention",
+    )
+    values, lse = call(live, ids, ids, ids, sinks[:, None], planes, slots)
+    values = from_planes(values, plan.value_parts)[..., :value_width]
+    shape = requests, count, heads
+    return values.reshape(*shape, value_width), lse.reshape(shape)
+
+
+def _plan(
+    record: int,
+    width: int,
+    offset: int,
+    row_format: DTypeLike | ScaledRow,
+    value_width: int,
+    scale: float,
+    tuning: Tuning,
+) -> Plan:
+    """Copies are whole tiles of words, or whole records that are not whole tiles."""
+    first, last = 0, record
+    if record % LANES == 0:
+        first = offset // LANES * LANES
+        last = -(-(offset + row_words(width, row_format)) // LANES) * LANES
+    whole = parts(width, row_format)
+    values = [part.value_part(value_width) for part in whole]
+    return Plan(
+        first=first,
+        words=last - first,
+        start=offset - first,
+        row_format=row_format,
+        parts=whole,
+        value_parts=[part for part in values if part.count],
+        scale=scale,
+        unroll=tuning.unroll,
+    )
+
+
+def _attention_kernel(
+    live_ref: jax.Ref,  # [queries * blocks], in SMEM
+    ids_ref: jax.Ref,  # [1, block], in SMEM
+    next_ids_ref: jax.Ref,  # [1, block], in SMEM
+    lane_ids_ref: jax.Ref,  # [1, block]
+    sinks_ref: jax.Ref,  # [H, 1]
+    query_ref: jax.Ref,  # [H, planes]
+    slots_ref: jax.Ref,  # [S, W], in HBM
+    values_ref: jax.Ref,  # [H, value planes]
+    lse_ref: jax.Ref,  # [1, H]
+    rows_ref: jax.Ref,  # [2, block, words]
+    peak_ref: jax.Ref,  # [H, 1]
+    total_ref: jax.Ref,  # [H, 1]
+    sum_ref: jax.Ref,  # [H, value planes]
+    semaphores: jax.Ref,  # [2]
+    *,
+    plan: Plan,
+) -> None:
+    block, blocks = pl.program_id(1), pl.num_programs(1)
+    step = pl.program_id(0) * blocks + block
+    steps = pl.num_programs(0) * blocks
+    fetch = functools.partial(_fetch, live_ref, slots_ref, rows_ref, semaphores, plan)
+
+    @pl.when(step == 0)
+    def _first() -> None:
+        fetch(ids_ref, step)
+
+    @pl.when(step + 1 < steps)
+    def _next() -> None:
+        fetch(next_ids_ref, step + 1)
+
+    @pl.when(block == 0)
+    def _begin() -> None:
+        sinks = sinks_ref[...]
+        peak_ref[...] = jnp.maximum(sinks, LEAST)
+        total_ref[...] = jnp.where(sinks > LEAST, 1.0, 0.0)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+
+    @pl.when(live_ref[step] > 0)
+    def _attend() -> None:
+        buffer = rows_ref.at[step % 2]
+        _wait(live_ref[step], slots_ref, buffer, semaphores.at[step % 2], plan)
+        words = aligned(buffer[...], plan.start)
+        keys = decoded(words, plan.parts, plan.row_format, query_ref.dtype)
+        logits = plan.scale * _dot(query_ref[...], keys, 1)
+        logits = jnp.where(lane_ids_ref[...] >= 0, logits, -jnp.inf)
+        weights, factor = _weights(logits, peak_ref, total_ref)
+        attended = _dot(weights.astype(keys.dtype), _values(keys, plan), 0)
+        sum_ref[...] = sum_ref[...] * factor + attended
+
+    @pl.when(block == blocks - 1)
+    def _end() -> None:
+        total = total_ref[...]
+        values = sum_ref[...] / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        values_ref[...] = values.astype(values_ref.dtype)
+        lse_ref[...] = _as_row(peak_ref[...] + jnp.log(total))
+
+
+def _fetch(
+    live_ref: jax.Ref,
+    slots_ref: jax.Ref,
+    rows_ref: jax.Ref,
+    semaphores: jax.Ref,
+    plan: Plan,
+    ids_ref: jax.Ref,
+    step: Int[Array, ""],
+) -> None:
+    """Start the copies of a block of rows, if it has any; zeros where an entry has none."""
+    buffer, semaphore = rows_ref.at[step % 2], semaphores.at[step % 2]
+
+    def one(place: Int[Array, ""], _: tuple[()]) -> tuple[()]:
+        slot = ids_ref[0, place]
+
+        @pl.when(slot >= 0)
+        def _copy() -> None:
+            _row_copy(slots_ref, slot, buffer, place, semaphore, plan).start()
+
+        @pl.when(slot < 0)
+        def _zero() -> None:
+            buffer[pl.ds(place, 1)] = jnp.zeros((1, plan.words), jnp.int32)
+
+        return ()
+
+    @pl.when(live_ref[step] > 0)
+    def _some() -> None:
+        lax.fori_loop(0, buffer.shape[0], one, (), unroll=plan.unroll)
+
+
+def _wait(
+    live: Int[Array, ""], slots_ref: jax.Ref, buffer: jax.Ref, semaphore: jax.Ref, plan: Plan
+) -> None:
+    """Wait for all rows of a block. A semaphore counts bytes, so any row stands for another."""
+
+    def one(_: Int[Array, ""], __: tuple[()]) -> tuple[()]:
+        _row_copy(slots_ref, 0, buffer, 0, semaphore, plan).wait()
+        return ()
+
+    lax.fori_loop(0, live, one, ())
+
+
+def _row_copy(
+    slots_ref: jax.Ref,
+    slot: Int[Array, ""] | int,
+    buffer: jax.Ref,
+    place: Int[Array, ""] | int,
+    semaphore: jax.Ref,
+    plan: Plan,
+) -> Any:
+    """The copy of one row from its slot."""
+    source = slots_ref.at[pl.ds(slot, 1), pl.ds(plan.first, plan.words)]
+    return pltpu.make_async_copy(source, buffer.at[pl.ds(place, 1)], semaphore)
+
+
+def _dot(a: Float[Array, "..."], b: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """`a @ b`, or `a @ b.T` along the other axis of `b`, with float32 accumulation."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _values(keys: Float[Array, "n planes"], plan: Plan) -> Float[Array, "n planes"]:
+    """The planes of the values, of which there may be fewer, and narrower ones."""
+    found, start = [], 0
+    for part, value in zip(plan.parts, plan.value_parts, strict=False):
+        for which in range(part.per_word):
+            first = start + which * part.lanes
+            found.append(keys[:, first : first + value.lanes])
+        start += part.per_word * part.lanes
+    return jnp.concatenate(found, axis=1)
+
+
+def _weights(
+    logits: Float[Array, "H n"], peak_ref: jax.Ref, total_ref: jax.Ref
+) -> tuple[Float[Array, "H n"], Float[Array, "H 1"]]:
+    """Weights by the new maximum, and the factor of what was summed by the old one."""
+    before = peak_ref[...]
+    peak = jnp.maximum(before, logits.max(axis=1, keepdims=True))
+    factor, weights = jnp.exp(before - peak), jnp.exp(logits - peak)
+    total_ref[...] = total_ref[...] * factor + weights.sum(axis=1, keepdims=True)
+    peak_ref[...] = peak
+    return weights, factor
+
+
+def _as_row(column: Float[Array, "H 1"]) -> Float[Array, "1 H"]:
+    """A column as a row: what is on the diagonal, summed over the rows."""
+    shape = (column.shape[0], column.shape[0])
+    row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return jnp.where(row == lane, column, 0.0).sum(axis=0, keepdims=True)
