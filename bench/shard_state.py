@@ -33,6 +33,7 @@ from dhisparse_jax.hierarchy.state import (
     host_sharding,
 )
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.record_layout import RecordLayout
 
 PATTERN = 1024
 """Random records that a pool repeats."""
@@ -57,14 +58,14 @@ def patterns(cfg: HierarchyConfig) -> list[Pattern]:
     """The pattern of every pool; the same for all cells of a model."""
     words = cfg.record_words
     return [
-        _pattern(cfg.geometry, layers, words(pool), cfg.key_words, pool)
+        _pattern(cfg.geometry, layers, words(pool), cfg.record_layout, pool)
         for pool, layers in enumerate(cfg.geometry.layers_per_pool)
     ]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _pattern(
-    geometry: Geometry, layers: int, words: int, key_words: int, seed: Int[Array, ""]
+    geometry: Geometry, layers: int, words: int, layout: RecordLayout, seed: Int[Array, ""]
 ) -> Pattern:
     shapes = [(PATTERN, layers, geometry.row.width), (PATTERN, geometry.index_width)]
     wanted = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -74,7 +75,7 @@ def _pattern(
     return Pattern(
         records=jnp.pad(records, ((0, 0), (0, words - records.shape[1]))),
         keys=stored,
-        packed=packed_keys(stored, key_words),
+        packed=packed_keys(stored, layout),
     )
 
 

@@ -17,7 +17,7 @@ _mosaic = jax.jit(
 
 def sparse_attention(  # noqa: PLR0913  # what it reads, and how it reads it
     query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
     sinks: Float[Array, " H"] | None = None,
     *,
