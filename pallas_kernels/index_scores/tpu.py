@@ -19,7 +19,6 @@ for eight (256 x 1,024 products, 1 MB).
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common.interpret import tpu_interpret
+from pallas_kernels.common.record_layout import LANES
 from pallas_kernels.index_scores.types import Keys, ScaledKeys
 
 SUBLANES = 8
@@ -55,7 +56,8 @@ def supports(queries: Float[Array, "R T heads width"], keys: Keys) -> str | None
     wanted = jnp.bfloat16 if scaled else keys.dtype
     if queries.dtype == wanted and (scaled or keys.dtype in (jnp.bfloat16, jnp.float32)):
         return None
-    return f"queries of {queries.dtype} with keys of {keys.dtype} (bfloat16 with either bfloat16 or fp8, or float32)"
+    pair = f"queries of {queries.dtype} with keys of {keys.dtype}"
+    return f"{pair} (only bfloat16 with bfloat16 or fp8, and float32)"
 
 
 def index_scores(
@@ -65,11 +67,10 @@ def index_scores(
     visible: Int[Array, "R T"],
     *,
     tuning: Tuning | None = None,
-    interpret: Any,
 ) -> Float[Array, "R T C"]:
-    """See `api.index_scores`. `interpret` is what `pallas_call` takes."""
+    """See `api.index_scores`."""
     tuning = tuning or Tuning()
-    requests, count, heads, width = queries.shape
+    requests, count, heads, _ = queries.shape
     positions = keys.shape[1]
     together = count if count <= tuning.together else tuning.together
     more, heads_more = -count % together, -heads % SUBLANES
@@ -77,44 +78,49 @@ def index_scores(
     weights = jnp.pad(weights, ((0, 0), (0, more), (0, heads_more)))[..., None]
     visible = jnp.pad(jnp.minimum(visible, positions), ((0, 0), (0, more)))
     groups = visible.shape[1] // together
-    block = min(positions, tuning.block, tuning.products // (together * (heads + heads_more)))
-    block = positions if block == positions else block // 128 * 128
     seen = visible.reshape(requests * groups, together).max(axis=1)
-
-    def keys_at(
-        request: jax.Array, group: jax.Array, number: jax.Array, seen: jax.Ref
-    ) -> tuple[jax.Array, jax.Array]:
-        last = jnp.maximum(pl.cdiv(seen[request * groups + group], block) - 1, 0)
-        return request, jnp.minimum(number, last)
-
-    of_queries = lambda *sizes: pl.BlockSpec(
-        (None, together, *sizes), lambda r, g, c, _: (r, g, *(0 for _ in sizes))
-    )
+    fit = min(tuning.block, tuning.products // (together * queries.shape[2]))
+    block = positions if positions <= fit else fit // LANES * LANES
     operands = [queries, weights, visible[..., None]]
-    specs = [of_queries(heads + heads_more, width), of_queries(heads + heads_more, 1), of_queries(1)]
-    specs.append(pl.BlockSpec((None, block, width), lambda *at: (*keys_at(*at), 0)))
-    if isinstance(keys, ScaledKeys):
-        operands += [keys.numbers, keys.scales[:, None]]
-        on_lanes = lambda *at: (keys_at(*at)[0], 0, keys_at(*at)[1])
-        specs.append(pl.BlockSpec((None, 1, block), on_lanes))
-    else:
-        operands.append(keys)
+    operands += [keys.numbers, keys.scales[:, None]] if isinstance(keys, ScaledKeys) else [keys]
     call = pl.pallas_call(
         functools.partial(_scores_kernel, groups=groups, block=block),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(requests, groups, pl.cdiv(positions, block)),
-            in_specs=specs,
+            in_specs=[
+                *(_of_queries(together, operand.shape[2:]) for operand in operands[:3]),
+                *_of_keys(operands[3:], groups, block),
+            ],
             out_specs=pl.BlockSpec((None, together, block), lambda r, g, c, _: (r, g, c)),
         ),
         out_shape=jax.ShapeDtypeStruct((requests, groups * together, positions), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
-        interpret=interpret,
+        interpret=tpu_interpret(),
         name="index_scores",
     )
     return call(seen, *operands)[:, :count]
+
+
+def _of_queries(together: int, sizes: tuple[int, ...]) -> pl.BlockSpec:
+    """What a program has of an array of all queries."""
+    return pl.BlockSpec((None, together, *sizes), lambda r, g, c, _: (r, g, *(0 for _ in sizes)))
+
+
+def _of_keys(keys: list[Array], groups: int, block: int) -> list[pl.BlockSpec]:
+    """What a program has of numbers, and of scales: of hidden blocks, the last one that is not."""
+
+    def shown(
+        request: Int[Array, ""], group: Int[Array, ""], number: Int[Array, ""], seen: jax.Ref
+    ) -> Int[Array, ""]:
+        last = jnp.maximum(pl.cdiv(seen[request * groups + group], block) - 1, 0)
+        return jnp.minimum(number, last)
+
+    numbers = pl.BlockSpec((None, block, keys[0].shape[2]), lambda r, *at: (r, shown(r, *at), 0))
+    scales = pl.BlockSpec((None, 1, block), lambda r, *at: (r, 0, shown(r, *at)))
+    return [numbers, scales][: len(keys)]
 
 
 def _scores_kernel(

@@ -10,14 +10,14 @@ Slots are addressed by ids in scalar memory, a block of the program and one of t
 them are valid is known ahead (scalar prefetch), so blocks without a row are passed over. An entry
 without a row is not read: its place is zeroed, and its logits are -inf.
 
-Traffic: of a row only the tiles of 128 words in which it is are copied. GLM's fp8 rows have 164
-words and begin anywhere in a record: 2, 2, 2 and 3 tiles for the four layers, 1,152 bytes on
-average for 656; bfloat16 rows 3 tiles, 1,536 for 1,152. So `R T K` times that, besides queries and
-values. A row that several queries of a request select is read for each of them. A slot's tiles lie
-4 KB apart in HBM (tiles of `[S, W]` hold eight slots), so a copy is as many runs of 512 bytes.
-What bounds the kernel is rather how many copies the scalar core starts: one per row.
+Traffic: a record of a pool is whole tiles on a TPU (`common.record_layout`), and a row of it whole
+lines of 128 words next to each other: two for GLM's fp8 rows, 1,024 bytes for 656, and three for
+its bfloat16 rows, 1,536 for 1,152. So `R T K` times that, besides queries and values. A row that
+several queries of a request select is read for each of them. What bounds the kernel is rather how
+many copies the scalar core starts: one per row. Records that are words, `[S, W]`, lie in tiles of
+eight slots; a copy of a row of those is a run of 512 bytes in each tile.
 
-Tiles: 512 rows, two buffers of 512 x 3 tiles (1.5 MB), products of [64, 768] with [768, 512].
+Tiles: 512 rows, two buffers of 512 x 3 lines (1.5 MB), products of [64, 768] with [768, 512].
 """
 
 import dataclasses
@@ -30,12 +30,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.interpret import tpu_interpret
+from pallas_kernels.common.record_layout import LANES, lines_view, words_of_record
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.sparse_attention.tpu_rows import (
-    LANES,
     Part,
     aligned,
     decoded,
@@ -45,6 +46,12 @@ from pallas_kernels.sparse_attention.tpu_rows import (
     row_words,
     to_planes,
 )
+
+Slice = Any
+"""A slice of a reference, which has another type."""
+
+Copy = Any
+"""What `make_async_copy` returns, whose type has no public name."""
 
 ROW_UNIT = 16
 """Rows of a block come in whole tiles of bfloat16."""
@@ -70,8 +77,9 @@ class Plan(NamedTuple):
     """What a program knows at compile time.
 
     Attributes:
-        first: first word of a record that is copied.
-        words: how many are.
+        record: lines of 128 words of a record; 0 of records that are words.
+        first: the first line of a record that is copied; of words, the first word.
+        shape: what is copied of a record, in lines and words.
         start: the row's first word among them.
         row_format: of the row.
         parts: what it consists of.
@@ -80,8 +88,9 @@ class Plan(NamedTuple):
         unroll: copies that a turn of the loop starts.
     """
 
+    record: int
     first: int
-    words: int
+    shape: tuple[int, int]
     start: int
     row_format: DTypeLike | ScaledRow
     parts: list[Part]
@@ -92,7 +101,7 @@ class Plan(NamedTuple):
 
 def supports(
     query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     *,
     offset: int,
     row_format: DTypeLike | ScaledRow,
@@ -107,7 +116,7 @@ def supports(
 
 def sparse_attention(
     query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
     sinks: Float[Array, " H"] | None = None,
     *,
@@ -116,12 +125,11 @@ def sparse_attention(
     value_width: int,
     scale: float,
     tuning: Tuning | None = None,
-    interpret: Any,
 ) -> tuple[Float[Array, "R T H value"], Float[Array, "R T H"]]:
-    """See `api.sparse_attention`. `interpret` is what `pallas_call` takes."""
+    """See `api.sparse_attention`."""
     tuning = tuning or Tuning()
     requests, count, heads, width = query.shape
-    plan = _plan(slots.shape[1], width, offset, row_format, value_width, scale, tuning)
+    plan = _plan(slots, width, offset, row_format, value_width, scale, tuning)
     queries = requests * count
     block = min(tuning.block, -(-location.shape[2] // ROW_UNIT) * ROW_UNIT)
     missing = -location.shape[2] % block
@@ -154,7 +162,7 @@ def sparse_attention(
             ],
             out_specs=(of_query(heads, value_lanes), of_query(1, heads)),
             scratch_shapes=[
-                pltpu.VMEM((2, block, plan.words), jnp.int32),
+                pltpu.VMEM((2, plan.shape[0], block, plan.shape[1]), jnp.int32),
                 pltpu.VMEM((heads, 1), jnp.float32),
                 pltpu.VMEM((heads, 1), jnp.float32),
                 pltpu.VMEM((heads, value_lanes), jnp.float32),
@@ -166,17 +174,19 @@ def sparse_attention(
             jax.ShapeDtypeStruct((queries, 1, heads), jnp.float32),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
-        interpret=interpret,
+        interpret=tpu_interpret(),
         name="sparse_attention",
     )
-    values, lse = call(live, ids, ids, ids, sinks[:, None], planes, slots)
+    values, lse = call(
+        live, ids, ids, ids, sinks[:, None], planes, lines_view(slots) if plan.record else slots
+    )
     values = from_planes(values, plan.value_parts)[..., :value_width]
     shape = requests, count, heads
     return values.reshape(*shape, value_width), lse.reshape(shape)
 
 
 def _plan(
-    record: int,
+    slots: Int[Array, "S *W"],
     width: int,
     offset: int,
     row_format: DTypeLike | ScaledRow,
@@ -184,16 +194,20 @@ def _plan(
     scale: float,
     tuning: Tuning,
 ) -> Plan:
-    """Copies are whole tiles of words, or whole records that are not whole tiles."""
+    """Copies are whole lines of words, or whole records that are not whole lines."""
+    record = words_of_record(slots)
     first, last = 0, record
     if record % LANES == 0:
         first = offset // LANES * LANES
         last = -(-(offset + row_words(width, row_format)) // LANES) * LANES
+    in_lines = slots.ndim == 3
+    lines = (last - first) // LANES
     whole = parts(width, row_format)
     values = [part.value_part(value_width) for part in whole]
     return Plan(
-        first=first,
-        words=last - first,
+        record=record // LANES if in_lines else 0,
+        first=first // LANES if in_lines else first,
+        shape=(lines, LANES) if in_lines else (1, last - first),
         start=offset - first,
         row_format=row_format,
         parts=whole,
@@ -210,10 +224,10 @@ def _attention_kernel(
     lane_ids_ref: jax.Ref,  # [1, block]
     sinks_ref: jax.Ref,  # [H, 1]
     query_ref: jax.Ref,  # [H, planes]
-    slots_ref: jax.Ref,  # [S, W], in HBM
+    slots_ref: jax.Ref,  # [S, W], or [S * lines, 1, 128], in HBM
     values_ref: jax.Ref,  # [H, value planes]
     lse_ref: jax.Ref,  # [1, H]
-    rows_ref: jax.Ref,  # [2, block, words]
+    rows_ref: jax.Ref,  # [2, lines, block, words of a line]
     peak_ref: jax.Ref,  # [H, 1]
     total_ref: jax.Ref,  # [H, 1]
     sum_ref: jax.Ref,  # [H, value planes]
@@ -245,7 +259,8 @@ def _attention_kernel(
     def _attend() -> None:
         buffer = rows_ref.at[step % 2]
         _wait(live_ref[step], slots_ref, buffer, semaphores.at[step % 2], plan)
-        words = aligned(buffer[...], plan.start)
+        lines = [buffer[line] for line in range(plan.shape[0])]
+        words = aligned(jnp.concatenate(lines, axis=1), plan.start)
         keys = decoded(words, plan.parts, plan.row_format, query_ref.dtype)
         logits = plan.scale * _dot(query_ref[...], keys, 1)
         logits = jnp.where(lane_ids_ref[...] >= 0, logits, -jnp.inf)
@@ -282,17 +297,18 @@ def _fetch(
 
         @pl.when(slot < 0)
         def _zero() -> None:
-            buffer[pl.ds(place, 1)] = jnp.zeros((1, plan.words), jnp.int32)
+            lines, words = plan.shape
+            buffer[:, pl.ds(place, 1)] = jnp.zeros((lines, 1, words), jnp.int32)
 
         return ()
 
     @pl.when(live_ref[step] > 0)
     def _some() -> None:
-        lax.fori_loop(0, buffer.shape[0], one, (), unroll=plan.unroll)
+        lax.fori_loop(0, buffer.shape[1], one, (), unroll=plan.unroll)
 
 
 def _wait(
-    live: Int[Array, ""], slots_ref: jax.Ref, buffer: jax.Ref, semaphore: jax.Ref, plan: Plan
+    live: Int[Array, ""], slots_ref: jax.Ref, buffer: Slice, semaphore: Slice, plan: Plan
 ) -> None:
     """Wait for all rows of a block. A semaphore counts bytes, so any row stands for another."""
 
@@ -306,14 +322,18 @@ def _wait(
 def _row_copy(
     slots_ref: jax.Ref,
     slot: Int[Array, ""] | int,
-    buffer: jax.Ref,
+    buffer: Slice,
     place: Int[Array, ""] | int,
-    semaphore: jax.Ref,
+    semaphore: Slice,
     plan: Plan,
-) -> Any:
+) -> Copy:
     """The copy of one row from its slot."""
-    source = slots_ref.at[pl.ds(slot, 1), pl.ds(plan.first, plan.words)]
-    return pltpu.make_async_copy(source, buffer.at[pl.ds(place, 1)], semaphore)
+    lines, words = plan.shape
+    if plan.record:
+        source = slots_ref.at[pl.ds(slot * plan.record + plan.first, lines)]
+        return pltpu.make_async_copy(source, buffer.at[:, pl.ds(place, 1)], semaphore)
+    source = slots_ref.at[pl.ds(slot, 1), pl.ds(plan.first, words)]
+    return pltpu.make_async_copy(source, buffer.at[0, pl.ds(place, 1)], semaphore)
 
 
 def _dot(a: Float[Array, "..."], b: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
@@ -327,9 +347,10 @@ def _dot(a: Float[Array, "..."], b: Float[Array, "..."], axis: int) -> Float[Arr
     )
 
 
-def _values(keys: Float[Array, "n planes"], plan: Plan) -> Float[Array, "n planes"]:
+def _values(keys: Float[Array, "n planes"], plan: Plan) -> Float[Array, "n value"]:
     """The planes of the values, of which there may be fewer, and narrower ones."""
-    found, start = [], 0
+    found: list[jax.Array] = []
+    start = 0
     for part, value in zip(plan.parts, plan.value_parts, strict=False):
         for which in range(part.per_word):
             first = start + which * part.lanes

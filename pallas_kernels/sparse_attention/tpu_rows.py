@@ -22,10 +22,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.record_layout import LANES
 from pallas_kernels.common.rows import WORD_BYTES, words_of
 from pallas_kernels.common.scaled_rows import MANTISSA_BITS, ScaledRow, power_of_two
 
-LANES = 128
 NAN = 0x7FC00000
 """Bits of a float32."""
 
@@ -175,7 +175,9 @@ def decoded(
     return jnp.concatenate(planes, axis=1)
 
 
-def _scales(words: Int[Array, "n lanes"], part: Part, row: ScaledRow) -> Float[Array, "n lanes"]:
+def _scales(
+    words: Int[Array, "n words"], part: Part, row: ScaledRow
+) -> Float[Array, "n lanes"]:
     """The scale of the numbers of each lane; the part begins in lane 0."""
     lane = lax.broadcasted_iota(jnp.int32, (words.shape[0], part.lanes), 1)
     per_group = row.group // part.per_word
@@ -219,11 +221,9 @@ def _numbers(words: Int[Array, "n lanes"], kind: str, which: int) -> Float[Array
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def aligned(words: Int[Array, "n lanes"], start: int) -> Int[Array, "n lanes"]:
+def aligned(words: Int[Array, "n given"], start: int) -> Int[Array, "n lanes"]:
     """Words with that of lane `start` in lane 0, in whole tiles."""
     missing = -words.shape[1] % LANES
     if missing:
-        words = jnp.concatenate(
-            [words, jnp.zeros((words.shape[0], missing), words.dtype)], axis=1
-        )
+        words = jnp.concatenate([words, jnp.zeros((words.shape[0], missing), words.dtype)], axis=1)
     return pltpu.roll(words, words.shape[1] - start, 1) if start else words

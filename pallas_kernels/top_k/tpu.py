@@ -35,10 +35,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.interpret import tpu_interpret
+from pallas_kernels.common.record_layout import LANES
 from pallas_kernels.common.triton_select import middle
 from pallas_kernels.top_k.keys import LOWEST, keys_of
 
-LANES = 128
 ROWS = 8
 """Rows of a program: sublanes of a register."""
 
@@ -60,8 +61,8 @@ def supports(positions: int, k: int) -> str | None:
     return f"{positions} positions take {needed} bytes of VMEM (at most {MOST_VMEM})"
 
 
-def top_k(scores: Float[Array, "R T C"], k: int, *, interpret: Any) -> Int[Array, "R T K"]:
-    """See `api.top_k`. `interpret` is what `pallas_call` takes.
+def top_k(scores: Float[Array, "R T C"], k: int) -> Int[Array, "R T K"]:
+    """See `api.top_k`.
 
     Raises:
         NotImplementedError: if the kernel does not support the shape.
@@ -89,7 +90,7 @@ def top_k(scores: Float[Array, "R T C"], k: int, *, interpret: Any) -> Int[Array
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=_vmem_bytes(positions, k),
         ),
-        interpret=interpret,
+        interpret=tpu_interpret(),
         name="top_k",
     )
     return call(scores)[:rows].reshape(requests, queries, -1)[..., :k]
@@ -156,7 +157,8 @@ def _copies(
     program: Int[Array, ""],
 ) -> list[Any]:
     """The copies that bring the rows of a program; beyond the last row they bring that."""
-    queries, copies = scores_ref.shape[1], []
+    queries = scores_ref.shape[1]
+    copies: list[Any] = []
     for each in range(ROWS):
         row = jnp.minimum(program * ROWS + each, rows - 1)
         source = scores_ref.at[row // queries, pl.ds(row % queries, 1)]
@@ -171,7 +173,7 @@ def _write_keys(row_ref: jax.Ref, keys_ref: jax.Ref) -> None:
     positions, chunks = row_ref.shape[1], keys_ref.shape[0] // ROWS
     whole = positions // LANES
 
-    def write(first: Int[Array, ""] | int, count: int) -> None:
+    def write(first: Int[Array, ""], count: int) -> None:
         start = pl.multiple_of(first * LANES, LANES)
         keys = keys_of(row_ref[:, pl.ds(start, count * LANES)])
         for each in range(count):
@@ -184,7 +186,7 @@ def _write_keys(row_ref: jax.Ref, keys_ref: jax.Ref) -> None:
 
     lax.fori_loop(0, whole // STEP, turn, ())
     if whole % STEP:
-        write(whole // STEP * STEP, whole % STEP)
+        write(jnp.int32(whole // STEP * STEP), whole % STEP)
     keys_ref[whole * ROWS :] = jnp.full(((chunks - whole) * ROWS, LANES), LOWEST - 1, jnp.int32)
     if rest := positions % LANES:
         keys_ref[whole * ROWS : (whole + 1) * ROWS, :rest] = keys_of(row_ref[:, whole * LANES :])
