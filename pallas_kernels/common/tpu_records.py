@@ -9,6 +9,8 @@ a semaphore, which counts bytes: to wait for one record is to wait until one mor
 whichever it is.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,7 +28,7 @@ CHUNK = 512
 """Entries of a list that are in scalar memory at a time, twice."""
 
 
-def supports(*pools: Int[Array, "N *W"]) -> str | None:
+def supports(*pools: Int[Array, "_ *_"]) -> str | None:
     """Why the kernels cannot take these pools; None if they can."""
     for pool in pools:
         words = words_of_record(pool)
@@ -102,7 +104,7 @@ def wait_all(record_ref: jax.Ref, semaphore: jax.Ref, started: Int[Array, ""]) -
     lax.fori_loop(0, left, lambda _, __: wait_record(record_ref, semaphore), None)
 
 
-def _record(pool_ref: jax.Ref, number: Int[Array, ""], record_ref: jax.Ref) -> jax.Ref:
+def _record(pool_ref: jax.Ref, number: Int[Array, ""], record_ref: jax.Ref) -> Any:
     lanes = record_ref.shape[1]
     return pool_ref.at[:, pl.ds(pl.multiple_of(number * lanes, lanes), lanes)]
 
