@@ -112,19 +112,19 @@ def refusal(width: int, row_format: DTypeLike | ScaledRow) -> str | None:
 
 def to_planes(array: Float[Array, "*n width"], found: list[Part]) -> Float[Array, "*n lanes"]:
     """Numbers, one after the other, as the planes of a row."""
-    return _taken(array, _numbers_of_lanes(found, array.shape[-1]))
+    return _taken(array, numbers_of_lanes(found, array.shape[-1]))
 
 
 def from_planes(array: Float[Array, "*n lanes"], found: list[Part]) -> Float[Array, "*n width"]:
     """The inverse of `to_planes`."""
     width = sum(part.count for part in found)
     lane_of = np.zeros(width, np.int32)
-    numbers = _numbers_of_lanes(found, width)
+    numbers = numbers_of_lanes(found, width)
     lane_of[numbers[numbers >= 0]] = np.flatnonzero(numbers >= 0)
     return _taken(array, lane_of)
 
 
-def _numbers_of_lanes(found: list[Part], width: int) -> Int[np.ndarray, " lanes"]:
+def numbers_of_lanes(found: list[Part], width: int) -> Int[np.ndarray, " lanes"]:
     """Which of `width` numbers each lane of the planes has; NO_SLOT for none."""
     planes = []
     for part in found:
