@@ -22,6 +22,7 @@ Tiles: 512 rows, two buffers of 512 x 3 lines (1.5 MB), products of [64, 768] wi
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,8 +54,8 @@ Slice = Any
 Copy = Any
 """What `make_async_copy` returns, whose type has no public name."""
 
-ROW_UNIT = 16
-"""Rows of a block come in whole tiles of bfloat16."""
+TURN = 16
+"""Copies that a turn of a loop starts; blocks are whole turns, and so whole tiles of bfloat16."""
 
 LEAST = float(jnp.finfo(jnp.float32).min)
 """Where the running maximum begins: nothing finite is less, and it can be subtracted."""
@@ -66,11 +67,9 @@ class Tuning:
 
     Attributes:
         block: rows of a program at most; a multiple of 128.
-        unroll: copies that a turn of the loop starts.
     """
 
     block: int = 512
-    unroll: int = 8
 
 
 class Plan(NamedTuple):
@@ -85,7 +84,6 @@ class Plan(NamedTuple):
         parts: what it consists of.
         value_parts: what of that is its value.
         scale: factor of the logits.
-        unroll: copies that a turn of the loop starts.
     """
 
     record: int
@@ -96,7 +94,6 @@ class Plan(NamedTuple):
     parts: list[Part]
     value_parts: list[Part]
     scale: float
-    unroll: int
 
 
 def supports(
@@ -129,9 +126,9 @@ def sparse_attention(
     """See `api.sparse_attention`."""
     tuning = tuning or Tuning()
     requests, count, heads, width = query.shape
-    plan = _plan(slots, width, offset, row_format, value_width, scale, tuning)
+    plan = _plan(slots, width, offset, row_format, value_width, scale)
     queries = requests * count
-    block = min(tuning.block, -(-location.shape[2] // ROW_UNIT) * ROW_UNIT)
+    block = min(tuning.block, -(-location.shape[2] // TURN) * TURN)
     missing = -location.shape[2] % block
     ids = jnp.pad(location, ((0, 0), (0, 0), (0, missing)), constant_values=NO_SLOT)
     ids = ids.reshape(-1, 1, block)
@@ -173,7 +170,9 @@ def sparse_attention(
             jax.ShapeDtypeStruct((queries, heads, value_lanes), query.dtype),
             jax.ShapeDtypeStruct((queries, 1, heads), jnp.float32),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
+        ),
         interpret=tpu_interpret(),
         name="sparse_attention",
     )
@@ -192,7 +191,6 @@ def _plan(
     row_format: DTypeLike | ScaledRow,
     value_width: int,
     scale: float,
-    tuning: Tuning,
 ) -> Plan:
     """Copies are whole lines of words, or whole records that are not whole lines."""
     record = words_of_record(slots)
@@ -213,7 +211,6 @@ def _plan(
         parts=whole,
         value_parts=[part for part in values if part.count],
         scale=scale,
-        unroll=tuning.unroll,
     )
 
 
@@ -258,7 +255,7 @@ def _attention_kernel(
     @pl.when(live_ref[step] > 0)
     def _attend() -> None:
         buffer = rows_ref.at[step % 2]
-        _wait(live_ref[step], slots_ref, buffer, semaphores.at[step % 2], plan)
+        _wait(live_ref[step], buffer, semaphores.at[step % 2])
         lines = [buffer[line] for line in range(plan.shape[0])]
         words = aligned(jnp.concatenate(lines, axis=1), plan.start)
         keys = decoded(words, plan.parts, plan.row_format, query_ref.dtype)
@@ -288,42 +285,54 @@ def _fetch(
     """Start the copies of a block of rows, if it has any; zeros where an entry has none."""
     buffer, semaphore = rows_ref.at[step % 2], semaphores.at[step % 2]
 
-    def one(place: Int[Array, ""], _: tuple[()]) -> tuple[()]:
-        slot = ids_ref[0, place]
+    def copy(number: Int[Array, ""], _: tuple[()]) -> tuple[()]:
+        places = [number * TURN + each for each in range(TURN)]
+        # All ids first: nothing is loaded past a copy that starts, and a load takes its time.
+        for place, slot in [(place, ids_ref[0, place]) for place in places]:
+            start = _row_copy(slots_ref, slot, buffer, place, semaphore, plan).start
+            pl.when(slot >= 0)(start)
+        return ()
 
-        @pl.when(slot >= 0)
-        def _copy() -> None:
-            _row_copy(slots_ref, slot, buffer, place, semaphore, plan).start()
-
-        @pl.when(slot < 0)
+    def clear(place: Int[Array, ""], _: tuple[()]) -> tuple[()]:
+        @pl.when(ids_ref[0, place] < 0)
         def _zero() -> None:
             lines, words = plan.shape
             buffer[:, pl.ds(place, 1)] = jnp.zeros((lines, 1, words), jnp.int32)
 
         return ()
 
-    @pl.when(live_ref[step] > 0)
+    live, block = live_ref[step], buffer.shape[1]
+
+    @pl.when(live > 0)
     def _some() -> None:
-        lax.fori_loop(0, buffer.shape[1], one, (), unroll=plan.unroll)
+        lax.fori_loop(0, block // TURN, copy, ())
+
+    @pl.when((live > 0) & (live < block))
+    def _others() -> None:
+        lax.fori_loop(0, block, clear, ())
 
 
-def _wait(
-    live: Int[Array, ""], slots_ref: jax.Ref, buffer: Slice, semaphore: Slice, plan: Plan
-) -> None:
-    """Wait for all rows of a block. A semaphore counts bytes, so any row stands for another."""
+def _wait(live: Int[Array, ""], buffer: Slice, semaphore: Slice) -> None:
+    """Wait for all rows of a block. A semaphore counts bytes, so any rows stand for others."""
 
-    def one(_: Int[Array, ""], __: tuple[()]) -> tuple[()]:
-        _row_copy(slots_ref, 0, buffer, 0, semaphore, plan).wait()
-        return ()
+    def rows(count: int) -> Callable[[Int[Array, ""], tuple[()]], tuple[()]]:
+        arrived = buffer.at[:, pl.ds(0, count)]
 
-    lax.fori_loop(0, live, one, ())
+        def wait(_: Int[Array, ""], __: tuple[()]) -> tuple[()]:
+            pltpu.make_async_copy(arrived, arrived, semaphore).wait()
+            return ()
+
+        return wait
+
+    lax.fori_loop(0, live // TURN, rows(TURN), ())
+    lax.fori_loop(0, live % TURN, rows(1), ())
 
 
 def _row_copy(
     slots_ref: jax.Ref,
-    slot: Int[Array, ""] | int,
+    slot: Int[Array, ""],
     buffer: Slice,
-    place: Int[Array, ""] | int,
+    place: Int[Array, ""],
     semaphore: Slice,
     plan: Plan,
 ) -> Copy:

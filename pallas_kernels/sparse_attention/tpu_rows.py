@@ -175,9 +175,7 @@ def decoded(
     return jnp.concatenate(planes, axis=1)
 
 
-def _scales(
-    words: Int[Array, "n words"], part: Part, row: ScaledRow
-) -> Float[Array, "n lanes"]:
+def _scales(words: Int[Array, "n words"], part: Part, row: ScaledRow) -> Float[Array, "n lanes"]:
     """The scale of the numbers of each lane; the part begins in lane 0."""
     lane = lax.broadcasted_iota(jnp.int32, (words.shape[0], part.lanes), 1)
     per_group = row.group // part.per_word

@@ -129,7 +129,7 @@ def test_sparse_attention_in_several_blocks():
     inputs = attention_cases.random(queries=2, top_k=40, selected=(40, 0), dtype="bfloat16")
     inputs.location[0, 1, :16] = -1
     inputs.location[0, 0, 16:] = -1
-    run = partial(attention_tpu.sparse_attention, tuning=attention_tpu.Tuning(block=16, unroll=1))
+    run = partial(attention_tpu.sparse_attention, tuning=attention_tpu.Tuning(block=16))
     with targeting("tpu"):
         attention.assert_close(inputs, attention.run(inputs, run))
 
