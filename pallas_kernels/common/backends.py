@@ -30,6 +30,9 @@ in which the matrix units do not multiply."""
 TPU_KERNELS: dict[str, Backend] = {
     "retrieve": "tpu",
     "backup": "tpu",
+    "index_scores": "tpu",
+    "top_k": "tpu",
+    "sparse_attention": "tpu",
 }
 """The TPU kernel of each operation that has one."""
 
