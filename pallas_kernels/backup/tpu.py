@@ -24,7 +24,7 @@ from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.interpret import tpu_interpret
 from pallas_kernels.common.memory_space import as_device, is_host
 from pallas_kernels.common.record_layout import lanes_view, pool_of, words_of_record
-from pallas_kernels.common.tpu_records import CHUNK, chunks, copy_record, poison, wait_all
+from pallas_kernels.common.tpu_records import CHUNK, chunks, copy_record, in_hbm, poison, wait_all
 
 
 def backup(
@@ -48,8 +48,8 @@ def _launch(
     sizes = sorted({words_of_record(host) for host in hosts})
     lists = _chunked(rows, sources)
     ids = pl.BlockSpec((1, *lists.shape[1:]), lambda turn: (turn, 0, 0), memory_space=pltpu.SMEM)
-    device = [pl.BlockSpec(memory_space=pl.ANY)] * (len(sizes) + len(arrays))
-    pools = [pl.BlockSpec(memory_space=pl.HOST if is_host(host) else pl.ANY) for host in hosts]
+    device = [pl.BlockSpec(memory_space=pltpu.HBM)] * (len(sizes) + len(arrays))
+    pools = [pl.BlockSpec(memory_space=pl.HOST if is_host(host) else pltpu.HBM) for host in hosts]
     views = [lanes_view(as_device(host)) for host in hosts]
     call = pl.pallas_call(
         functools.partial(
@@ -69,7 +69,7 @@ def _launch(
         interpret=tpu_interpret(),
         name="backup",
     )
-    written = call(lists, *map(poison, sizes), *map(lanes_view, arrays), *views)
+    written = call(lists, *map(poison, sizes), *(in_hbm(lanes_view(array)) for array in arrays), *views)
     each = zip(written, hosts, strict=True)
     return tuple(annotated(pool_of(new, host), host) for new, host in each)
 

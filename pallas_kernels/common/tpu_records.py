@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, POISON, in_range
+from pallas_kernels.common.interpret import tpu_interpret
 from pallas_kernels.common.record_layout import LINES, TILES, words_of_record
 
 IN_FLIGHT = 64
@@ -39,9 +40,17 @@ def supports(*pools: Int[Array, "_ *_"]) -> str | None:
     return None
 
 
+def in_hbm(array: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """An operand that stays in HBM: XLA keeps small ones in VMEM, where no DMA from the host ends.
+
+    A kernel's results are kept there by `out_shape=pltpu.HBM(...)`.
+    """
+    return array if tpu_interpret() else pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+
 def poison(words: int) -> Int[Array, "8 lanes"]:
     """A record that does not exist, in device memory: host memory can be written from there."""
-    return jnp.full((LINES, words // LINES), POISON, jnp.int32)
+    return in_hbm(jnp.full((LINES, words // LINES), POISON, jnp.int32))
 
 
 def chunks(ids: Int[Array, "n m"], size: int) -> Int[Array, "_ size"]:

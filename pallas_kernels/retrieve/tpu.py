@@ -21,7 +21,7 @@ from pallas_kernels.common.ids import packed
 from pallas_kernels.common.interpret import tpu_interpret
 from pallas_kernels.common.memory_space import as_device, is_host
 from pallas_kernels.common.record_layout import lanes_view, pool_of, words_of_record
-from pallas_kernels.common.tpu_records import CHUNK, chunks, copy_record, poison, wait_all
+from pallas_kernels.common.tpu_records import CHUNK, chunks, copy_record, in_hbm, poison, wait_all
 from pallas_kernels.retrieve.types import Fetches, Moves
 
 
@@ -43,9 +43,9 @@ def retrieve(
         lambda turn, order, counts: (jnp.maximum(order[turn], 0), 0, 0),
         memory_space=pltpu.SMEM,
     )
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    pool = pl.BlockSpec(memory_space=pl.HOST if is_host(host) else pl.ANY)
-    view = lanes_view(slots)
+    whole = pl.BlockSpec(memory_space=pltpu.HBM)
+    pool = pl.BlockSpec(memory_space=pl.HOST if is_host(host) else pltpu.HBM)
+    view = in_hbm(lanes_view(slots))
     call = pl.pallas_call(
         functools.partial(_retrieve_kernel, first_move=lists.first_move),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -55,7 +55,7 @@ def retrieve(
             out_specs=whole,
             scratch_shapes=[pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA],
         ),
-        out_shape=jax.ShapeDtypeStruct(view.shape, view.dtype),
+        out_shape=pltpu.HBM(view.shape, view.dtype),
         input_output_aliases={6: 0},
         interpret=tpu_interpret(),
         name="retrieve",
@@ -84,11 +84,11 @@ class _Lists(NamedTuple):
 
 
 def _chunked(fetches: Fetches, moves: Moves | None) -> _Lists:
-    size = max(1, min(CHUNK, fetches.rows.shape[1] or moves.sources.shape[0] if moves else CHUNK))
     lists = [(fetches.rows, fetches.targets, fetches.counts)]
     if moves is not None:
         count = jnp.full(1, moves.sources.shape[0], jnp.int32)
         lists.append((moves.sources[None], moves.targets[None], count))
+    size = min(CHUNK, max(1, *(ids.shape[1] for ids, _, _ in lists)))
     counts = []
     for ids, _, count in lists:
         first = size * jnp.arange(pl.cdiv(ids.shape[1], size), dtype=jnp.int32)
