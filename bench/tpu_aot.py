@@ -1,0 +1,177 @@
+"""The TPU kernels at production sizes, compiled ahead of time: nothing here runs on a TPU.
+
+    python -m bench.tpu_aot --topology v5e:2x2 --json bench/results/tpu/kernels_v5e.json
+    python -m bench.tpu_aot --topology v6e:2x2 --op sparse_attention
+
+libtpu (`pip install 'dhisparse-jax[tpu]'`) is the compiler of a TPU and needs none. For every case
+the result has what the compiler says of memory and cost, and beside it a model: the bytes that the
+kernel moves by design over published rates. No row has a measured time.
+
+The compiler's costs are those of XLA around the kernels and of what the kernels declare; it does
+not look into them. The rate of the host link is not published, so that is an assumption.
+"""
+
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.table import Table
+
+from bench.kernels import CONSOLE, Row
+from bench.record import environment, save, write
+from bench.roofline import Bound, bound
+from bench.tpu_cases import CASES, TpuCase
+from bench.tpu_step import TOPOLOGIES, TpuProgram, compile_for_tpu
+from bench.work import WrongResultError
+from dhisparse_jax.engine.rates import Floors
+
+PUBLISHED = {
+    "v5e": Floors(hbm_gbps=819, h2d_gbps=16, bf16_tflops=197, launch_us=0),
+    "v6e": Floors(hbm_gbps=1640, h2d_gbps=32, bf16_tflops=918, launch_us=0),
+}
+"""Google Cloud's documents on TPU v5e and v6e. The link (h2d) is assumed: PCIe, 16 lanes of the
+third and fourth generation."""
+
+RATES = "published, and an assumed host link; nothing is measured"
+
+REFUSED = (NotImplementedError, WrongResultError, jax.errors.JaxRuntimeError)
+"""What says that a case does not compile; any other exception is a fault of the benchmark."""
+
+
+def compiled_row(operation: str, name: str, case: TpuCase, topology: str) -> Row:
+    """Compile a case, and say what the compiler and the model say."""
+    least = bound(case.traffic, PUBLISHED[TOPOLOGIES[topology]])
+    row: Row = {"op": operation, "case": name, "time_us": None, "floor_us": least.us}
+    detail: dict[str, Any] = {
+        "backend": "tpu",
+        "model": {**case.traffic._asdict(), "copies": case.copies},
+    }
+    try:
+        donated = (0,) if case.donate else ()
+        program = compile_for_tpu(
+            jax.jit(case.function, donate_argnums=donated), case.operands, topology
+        )
+        detail |= said_of(program)
+        if case.donate:
+            _check_in_place(detail["memory"], program.pool_bytes)
+    except REFUSED as reason:
+        lines = str(reason).strip().splitlines() or [""]
+        detail["reason"] = f"{type(reason).__name__}: {lines[0]}"
+    _tell(row, detail, least)
+    return {**row, "ratio": None, "bound": least.name, "detail": detail}
+
+
+def said_of(program: TpuProgram) -> dict[str, Any]:
+    """What the compiler says of memory and of cost, and how long it took."""
+    stats, cost = program.compiled.memory_analysis(), program.compiled.cost_analysis() or {}
+    device = {
+        f"{kind}_bytes": getattr(stats, f"{name}_size_in_bytes")
+        for kind, name in (
+            ("argument", "argument"),
+            ("output", "output"),
+            ("aliased", "alias"),
+            ("temporary", "temp"),
+            ("code", "generated_code"),
+        )
+    }
+    host = {
+        f"host_{kind}_bytes": getattr(stats, f"host_{name}_size_in_bytes")
+        for kind, name in (("argument", "argument"), ("aliased", "alias"), ("temporary", "temp"))
+    }
+    return {
+        "compile_s": round(program.seconds, 2),
+        "memory": device | host,
+        "compiler": {
+            "flops": cost.get("flops"),
+            "bytes": cost.get("bytes accessed"),
+            "us": 1e6 * cost.get("optimal_seconds", 0.0),
+        },
+    }
+
+
+def _check_in_place(memory: dict[str, int], pool_bytes: int) -> None:
+    """Whether what is donated is updated where it is, and no host pool is copied.
+
+    Raises:
+        WrongResultError: it is not.
+    """
+    copied = memory["host_temporary_bytes"] + memory["temporary_bytes"]
+    aliased = memory["aliased_bytes"] + memory["host_aliased_bytes"]
+    if copied * 100 > pool_bytes or not aliased:
+        raise WrongResultError(f"{copied} bytes are temporary, and {aliased} in place")
+
+
+def _tell(row: Row, detail: dict[str, Any], least: Bound) -> None:
+    said = detail.get("reason") or f"compiled in {detail['compile_s']} s"
+    text = f"{row['op']} {row['case']}: {least.name} {least.us:.0f} us by the model; {said}"
+    CONSOLE.print(text, highlight=False)
+
+
+def table(rows: list[Row], title: str) -> Table:
+    """The rows for people."""
+    out = Table(title=title)
+    for name in ("operation", "case", "bound"):
+        out.add_column(name)
+    for name in ("model us", "HBM MB", "link MB", "copies", "temporary MB", "code KB", "compile s"):
+        out.add_column(name, justify="right")
+    for row in rows:
+        detail, model = row["detail"], row["detail"]["model"]
+        cells = [row["op"], row["case"], row["bound"], f"{row['floor_us']:.0f}"]
+        cells += [f"{model[kind] / 1e6:.1f}" for kind in ("hbm_bytes", "link_bytes")]
+        cells.append(str(model["copies"]))
+        if "reason" in detail:
+            out.add_row(*cells, "", "", "refused")
+            continue
+        memory = detail["memory"]
+        out.add_row(
+            *cells,
+            f"{memory['temporary_bytes'] / 1e6:.2f}",
+            f"{memory['code_bytes'] / 1e3:.0f}",
+            f"{detail['compile_s']:.1f}",
+        )
+    return out
+
+
+def about(topology: str) -> dict[str, Any]:
+    """Where the result is from, and what its figures rest on."""
+    return {
+        "bench": "tpu_aot",
+        **environment(),
+        "device": f"{topology}, described by libtpu; there is no TPU",
+        "libtpu": importlib.metadata.version("libtpu"),
+        "rates": {"are": RATES, **PUBLISHED[TOPOLOGIES[topology]]._asdict()},
+    }
+
+
+def main(
+    topology: Annotated[str, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}.")] = "v5e:2x2",
+    op: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
+    case: Annotated[
+        str, typer.Option(help="Only cases whose name has a match of this regex.")
+    ] = "",
+    json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
+) -> None:
+    """Compile the TPU kernels for a TPU that is not there."""
+    if topology not in TOPOLOGIES:
+        raise typer.BadParameter(f"{topology} is none of {', '.join(TOPOLOGIES)}")
+    if op is not None and op not in CASES:
+        raise typer.BadParameter(f"{op} is none of {', '.join(CASES)}")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip, so nothing to lock
+    document, rows = about(topology), []
+    for operation in [op] if op else CASES:
+        for name, each in CASES[operation].items():
+            if re.search(case, name):
+                rows.append(compiled_row(operation, name, each, topology))
+                save(document | {"rows": rows}, json)
+    CONSOLE.print(table(rows, f"compiled for {topology}, never run; times are a model's"))
+    write(document | {"rows": rows}, json)
+    if any("reason" in row["detail"] for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
