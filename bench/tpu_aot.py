@@ -161,7 +161,8 @@ def main(
     if op is not None and op not in CASES:
         raise typer.BadParameter(f"{op} is none of {', '.join(CASES)}")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip, so nothing to lock
-    document, rows = about(topology), []
+    document = about(topology)
+    rows: list[Row] = []
     for operation in [op] if op else CASES:
         for name, each in CASES[operation].items():
             if re.search(case, name):
