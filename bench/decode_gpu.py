@@ -1,9 +1,8 @@
 """One decode GPU of a deployment: GLM-5.3 at real per-GPU shapes, policies, drafts and loads.
 
-The step is the library's own (`dhisparse_jax.step.decode_step`), with its hierarchy and kernels,
-over one GPU's share of the model (`bench.shard_model`). What is executed and what is modelled is
-said at the top of every result. Layers are unrolled, since a loop over stacked weights copies each
-layer's slice.
+The step is the library's own (`dhisparse_jax.step`), with its hierarchy and kernels,
+over one GPU's share of the model (`bench.shard_model`), dispatched group by group
+(`bench.shard_segments`). What is executed and what is modelled is said at the top of every result.
 
     python -m bench.decode_gpu --model glm-5.3 --json decode_gpu.json
     python -m bench.decode_gpu --cells fixed,adaptive --loads 4,8,16,32,48,64 --json sweep.json
@@ -57,7 +56,7 @@ def main(  # noqa: PLR0913  # a command's options
     gpus: Annotated[int, typer.Option(help="GPUs that share the experts.")] = 8,
     hbm_gb: Annotated[float | None, typer.Option(help="Device memory; default: all.")] = None,
     host_gb: Annotated[int, typer.Option(help="Limit of pinned memory, GiB.")] = 110,
-    profile: Annotated[int, typer.Option(help="Steps profiled per cell.")] = 2,
+    profile: Annotated[int, typer.Option(help="Steps profiled per cell, at the first load.")] = 2,
     expert_kernel: Annotated[str, typer.Option(help="reference (XLA) or triton.")] = "reference",
     jobs: Annotated[int, typer.Option(help="Programs compiled at the same time.")] = 4,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,

@@ -1,7 +1,6 @@
-"""Cells of the decode benchmark: a policy and a draft at a load, its programs and its state."""
+"""Cells of the decode benchmark: a policy and a draft at a load, and its state."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,15 +9,15 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from bench.replayed import ReplayedDraft, ReplayedDrafter
-from bench.shard_model import ShardModel, ShardParams
+from bench.shard_model import ShardParams
 from dhisparse_jax.config import HierarchyConfig, Policy
-from dhisparse_jax.engine.output import Packed, packed_steps, places
+from dhisparse_jax.engine.output import Packed, places
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.state import HierarchyState, abstract
 from dhisparse_jax.speculation.protocol import Drafter, DraftState, NoDraft
 from dhisparse_jax.speculation.ring import Ring
 from dhisparse_jax.speculation.schedule import Profile, init_load
-from dhisparse_jax.step import DecodeState, Speculation, no_texts
+from dhisparse_jax.step import DecodeState, no_texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,14 +52,6 @@ class Cell:
             tail=max(16, 2 * queries),
             host_pages=pages,
         )
-
-
-def step_program(
-    model: ShardModel, drafter: Drafter, cfg: HierarchyConfig, params: ShardParams
-) -> Any:  # noqa: ANN401  # a jitted function
-    """A decode step as an engine dispatches it, which takes weights as the leaves of `params`."""
-    step = partial(packed_steps, 1, model, Speculation(drafter), cfg, jax.tree.structure(params))
-    return jax.jit(step, donate_argnums=(3, 4))
 
 
 def replaying(drafter: Drafter, vocabulary: int) -> Drafter:
@@ -119,4 +110,4 @@ def abstract_operands(
     )
     place: Packed = jax.eval_shape(lambda: places(cfg, 1)[0])
     profile = jax.eval_shape(lambda: no_profile(cfg))
-    return jax.tree.leaves(params), draft, profile, state, place
+    return params, draft, profile, state, place

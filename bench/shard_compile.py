@@ -2,16 +2,21 @@
 
 import threading
 import time
+from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from bench.shard_cells import Cell, abstract_operands, step_program
+from bench.shard_cells import Cell, abstract_operands
+from bench.shard_segments import Segments, compiled, lowered, segments
 from bench.shard_setup import Setup
 from bench.stages import scopes_of
 from dhisparse_jax.hierarchy.state import HOST_LEAVES, host_sharding
+from dhisparse_jax.step import Speculation
+
+WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1_000_000}
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -20,26 +25,42 @@ class Program(NamedTuple):
     """A compiled step.
 
     Attributes:
-        step: the executable.
-        scopes: see `stages.scopes_of`.
+        step: its programs, launched as recorded graphs.
+        profiled: the same, launched kernel by kernel: in a graph, a profile does not say whose
+            kernel it is. None unless asked for.
+        scopes: of the instructions of each, by its name; see `stages.scopes_of`.
         seconds: that compiling took, tracing included.
     """
 
-    step: Any
-    scopes: dict[str, str]
+    step: Segments
+    profiled: Segments | None
+    scopes: dict[str, dict[str, str]]
     seconds: float
 
 
-def compile_step(setup: Setup, cell: Cell) -> Program:
-    """Compile the step of a cell, from shapes."""
+def compile_step(setup: Setup, cell: Cell, compilers: Executor, *, profiled: bool) -> Program:
+    """Compile the programs of a cell's step, from shapes, side by side."""
     begin = time.perf_counter()
     cfg = setup.config(cell)
     operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
+    step = segments(setup.model, Speculation(setup.drafter), cfg)
+    options: list[Any] = [None, WITHOUT_GRAPHS] if profiled else [None]
     with _ONE_AT_A_TIME:  # Python; compilers of several programs may work at once
-        program = step_program(setup.model, setup.drafter, cfg, setup.params)
-        lowered = program.lower(*_placed(operands))
-    step = lowered.compile()
-    return Program(step, scopes_of(step.as_text() or ""), time.perf_counter() - begin)
+        compiling = [
+            [(place, compilers.submit(program.compile, option)) for option in options]
+            for place, program in lowered(step, _placed(operands))
+        ]
+    first, *others = (
+        {place: future.result() for place, future in variant}
+        for variant in zip(*compiling, strict=True)
+    )
+    made = [compiled(step, programs) for programs in (first, *others)]
+    return Program(
+        step=made[0],
+        profiled=made[1] if profiled else None,
+        scopes={place.name: scopes_of(each.as_text() or "") for place, each in first.items()},
+        seconds=time.perf_counter() - begin,
+    )
 
 
 def _placed(operands: Any) -> Any:  # noqa: ANN401  # any pytree

@@ -49,13 +49,14 @@ def load(
         rng.integers(0, config.vocab_size, shapes.text.shape, np.int32),
         context,
     )
-    size, draft = _draft_params(setup, weights, replay, survival)
+    size, draft = draft_of(setup, weights, replay, survival)
     return Loaded(setup, ShardParams(weights=weights, replay=replay), draft, size)
 
 
-def _draft_params(
+def draft_of(
     setup: Setup, weights: Weights, replay: Replay, survival: Sequence[float]
 ) -> tuple[int, Any]:
+    """Bytes of the draft's own weights, and what the drafter takes; nothing without one."""
     drafter = setup.drafter
     if not drafter.length:
         return 0, ()

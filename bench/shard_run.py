@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,9 @@ from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_compile import Program
 from bench.shard_figures import figures_of, reached
 from bench.shard_load import Loaded
+from bench.shard_segments import Segments
 from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
-from bench.stages import by_stage, profiled
+from bench.stages import Spent, by_stage, profiled
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.engine.output import places, unpacked
@@ -71,8 +73,8 @@ class _Stepper:
         device = SingleDeviceSharding(jax.devices()[0])
         self.state = state
         self.outputs: list[StepOutput] = []
-        self._step = program.step
-        self._params = jax.tree.leaves(loaded.params), loaded.draft_params
+        self.step: Segments = program.step
+        self._params = loaded.params, loaded.draft_params
         self._profile = jax.device_put(no_profile(cfg), device)
         self._free = deque(jax.device_put(places(cfg, 1), device))
 
@@ -81,7 +83,7 @@ class _Stepper:
         begin, pending = time.perf_counter(), deque()
         for _ in range(count):
             place = self._free.popleft()
-            self.state, out = self._step(*self._params, self._profile, self.state, place)
+            self.state, out = self.step(*self._params, self._profile, self.state, place)
             pending.append(out)
             if len(pending) > 1:
                 self._read(pending.popleft())
@@ -111,7 +113,10 @@ def run_cell(
     halves = [count for count in (plan.steps - plan.steps // 2, plan.steps // 2) if count]
     seconds = [stepper.advance(count) for count in halves]
     timed = stepper.outputs[plan.warm :]
-    kernels = profiled(lambda: stepper.advance(plan.profiled)) if plan.profiled else {}
+    kernels: Spent = {}
+    if program.profiled is not None:
+        stepper.step = program.profiled
+        kernels = profiled(lambda: stepper.advance(plan.profiled))
     figures: dict[str, Any] = {
         "requests": cell.requests,
         "context": common.history,
@@ -132,9 +137,7 @@ def run_cell(
     return Ran(figures, hosts_of(stepper.state.hierarchy))
 
 
-def _stages(
-    kernels: dict[str, tuple[float, int]], scopes: dict[str, str], steps: int
-) -> dict[str, Any]:
+def _stages(kernels: Spent, scopes: Mapping[str, Mapping[str, str]], steps: int) -> dict[str, Any]:
     """Milliseconds of a step by stage and by kernel, longest first."""
     stages = {stage: 1e3 * spent / steps for stage, spent in by_stage(kernels, scopes).items()}
     return {
@@ -143,12 +146,13 @@ def _stages(
     }
 
 
-def top_kernels(
-    kernels: dict[str, tuple[float, int]], steps: int, count: int = 25
-) -> list[list[Any]]:
-    """The kernels that take longest: name, milliseconds and calls per step."""
+def top_kernels(kernels: Spent, steps: int, count: int = 25) -> list[list[Any]]:
+    """The kernels that take longest: program, name, milliseconds and calls per step."""
     order = sorted(kernels.items(), key=lambda item: -item[1][0])[:count]
-    return [[name[:60], 1e3 * spent / steps, calls / steps] for name, (spent, calls) in order]
+    return [
+        [program, name[:60], 1e3 * spent / steps, calls / steps]
+        for (program, name), (spent, calls) in order
+    ]
 
 
 def _used_gb() -> float:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -97,11 +97,13 @@ class Planned(NamedTuple):
         load: requests that there are; those beyond `cell.requests` wait.
         cell: as large as memory lets it be.
         setup: its shapes.
+        profiled: whether its stages are timed, too: at the first load.
     """
 
     load: int
     cell: Cell
     setup: Setup
+    profiled: bool
 
 
 def draft_of(name: str) -> str:
@@ -118,7 +120,15 @@ def planned(asked: Asked) -> list[Planned]:
         for name in asked.cells
     ]
     order = sorted(found, key=lambda each: (each[0] != "none", each[0]))
-    return [Planned(load, cell, asked.setup(draft, cell.requests)) for draft, cell, load in order]
+    return [
+        Planned(
+            load=load,
+            cell=cell,
+            setup=asked.setup(draft, cell.requests),
+            profiled=asked.plan.profiled > 0 and load == asked.loads[0],
+        )
+        for draft, cell, load in order
+    ]
 
 
 def _sized(name: str, setup: Setup, load: int, asked: Asked) -> Cell:
@@ -140,8 +150,8 @@ class Session:
         self._asked, self._cells = asked, cells
         self.seconds: dict[str, float] = {}
         first = cells[0]
-        with ThreadPoolExecutor(jobs) as pool:
-            compiling = _compiling(cells, pool)
+        with ThreadPoolExecutor(len(cells)) as pool, ThreadPoolExecutor(jobs) as compilers:
+            compiling = _compiling(cells, pool, compilers)
             base = first.setup.config(first.cell)
             self._common = Common(patterns(base), asked.context, asked.plan, rates)
             with self._timed("host pools"):
@@ -184,6 +194,11 @@ class Session:
         return selections(traces, k=k, history=self._asked.context, rows=self._asked.room + 8)
 
 
-def _compiling(cells: list[Planned], pool: ThreadPoolExecutor) -> dict[Cell, Future[Program]]:
-    unique = {each.cell: each.setup for each in cells}
-    return {cell: pool.submit(compile_step, setup, cell) for cell, setup in unique.items()}
+def _compiling(
+    cells: list[Planned], pool: Executor, compilers: Executor
+) -> dict[Cell, Future[Program]]:
+    unique = {each.cell: each for each in reversed(cells)}
+    return {
+        cell: pool.submit(compile_step, each.setup, cell, compilers, profiled=each.profiled)
+        for cell, each in unique.items()
+    }

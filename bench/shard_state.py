@@ -5,7 +5,7 @@ all have a record for each position. They hold what an admission puts there (`hi
 newest records before the tail, which is what an LRU cache would hold, since traces name positions
 in the order of their last selection.
 
-Host pools repeat a pattern of `PATTERN` random records, so what is on the device can be made there,
+Host pools repeat a pattern of random records and keys, so what is on the device can be made there,
 equal to the bytes in host memory, and no time depends on it. Requests that find no host pages of
 their own share those of others: what they read is as far apart, and nothing depends on its values.
 """
@@ -33,18 +33,20 @@ from dhisparse_jax.hierarchy.state import (
     host_sharding,
 )
 from pallas_kernels.common.ids import NO_SLOT
-from pallas_kernels.common.record_layout import RecordLayout
 
 PATTERN = 1024
 """Random records that a pool repeats."""
 
+KEY_PATTERN = 2**17 - 1
+"""Random index keys that a pool repeats: more than a history has, since no real one has so many
+ties that the selection would be most of the work."""
+
 
 class Pattern(NamedTuple):
-    """What a pool repeats: records, index keys as stored, and the same packed."""
+    """What a pool repeats: records, and index keys as stored."""
 
     records: Int[Array, "P W"]
     keys: StoredKeys
-    packed: Int[Array, "P Wk"]
 
 
 class HostPool(NamedTuple):
@@ -58,24 +60,20 @@ def patterns(cfg: HierarchyConfig) -> list[Pattern]:
     """The pattern of every pool; the same for all cells of a model."""
     words = cfg.record_words
     return [
-        _pattern(cfg.geometry, layers, words(pool), cfg.record_layout, pool)
+        _pattern(cfg.geometry, layers, words(pool), pool)
         for pool, layers in enumerate(cfg.geometry.layers_per_pool)
     ]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _pattern(
-    geometry: Geometry, layers: int, words: int, layout: RecordLayout, seed: Int[Array, ""]
-) -> Pattern:
-    shapes = [(PATTERN, layers, geometry.row.width), (PATTERN, geometry.index_width)]
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _pattern(geometry: Geometry, layers: int, words: int, seed: Int[Array, ""]) -> Pattern:
+    shapes = [(PATTERN, layers, geometry.row.width), (KEY_PATTERN, geometry.index_width)]
     wanted = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     values, keys = random_like(wanted, seed)
     records = stored_rows(geometry.row, values).reshape(PATTERN, -1)
-    stored = stored_keys(geometry, keys)
     return Pattern(
         records=jnp.pad(records, ((0, 0), (0, words - records.shape[1]))),
-        keys=stored,
-        packed=packed_keys(stored, layout),
+        keys=stored_keys(geometry, keys),
     )
 
 
@@ -91,7 +89,11 @@ def host_pools(cfg: HierarchyConfig, made: list[Pattern]) -> list[HostPool]:
         array = jax.device_put(_repeated(pattern, cfg.host_rows(0)), host_sharding())
         return array.block_until_ready()
 
-    return [HostPool(placed(pattern.records), placed(pattern.packed)) for pattern in made]
+    packed = jax.jit(packed_keys, static_argnums=1)
+    return [
+        HostPool(placed(pattern.records), placed(packed(pattern.keys, cfg.record_layout)))
+        for pattern in made
+    ]
 
 
 def hosts_of(state: HierarchyState) -> list[HostPool]:
@@ -225,5 +227,5 @@ def _taken(pattern: Int[Array, "P W"], content: Int[Array, " S"]) -> Int[Array, 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _history_keys(keys: StoredKeys, rows: int, records: int, host_rows: int) -> StoredKeys:
     """Row r, position c has the key of host row r * records + c: pages are whole."""
-    number = jnp.arange(rows * records, dtype=jnp.int32) % host_rows % PATTERN
+    number = jnp.arange(rows * records, dtype=jnp.int32) % host_rows % KEY_PATTERN
     return jax.tree.map(lambda leaf: leaf[number].reshape(rows, records, *leaf.shape[1:]), keys)

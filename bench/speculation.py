@@ -33,8 +33,8 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.models import registry
 from dhisparse_jax.models.glm.dense import served_logits
 
-ROUNDS = 8
-"""Rounds of an engine in a turn."""
+STEPS = 16
+"""Steps of an engine in a turn: several dispatches, so that one is ready while another runs."""
 
 CHUNK = 256
 """Queries at a time in a whole pass."""
@@ -51,7 +51,7 @@ def main(
     ),
     hot_rows: Annotated[int, typer.Option(help="Hot slots per request row.")] = 256,
     prompt_bytes: Annotated[int, typer.Option(help="Prompt length, in bytes.")] = 2000,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to write per request.")] = 512,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write per request.")] = 1024,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
     """Sweep drafts, draft lengths and loads; check that no token changes."""
@@ -165,7 +165,8 @@ class Run:
 
     def _turn(self) -> None:
         begin = time.perf_counter()
-        for _ in range(ROUNDS):
+        done = self.steps
+        while self.steps < done + STEPS and not self.engine.idle:
             self._round()
         jax.block_until_ready(self.engine.texts)
         self.seconds += time.perf_counter() - begin

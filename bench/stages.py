@@ -65,7 +65,7 @@ def scopes_of(text: str) -> dict[str, str]:
 
 
 def stage_of(kernel: str, scopes: Mapping[str, str]) -> str:
-    """Stage of a kernel."""
+    """Stage of a kernel of a program with these scopes."""
     for start, stage in KERNELS.items():
         if start in kernel:
             return stage
@@ -76,8 +76,12 @@ def stage_of(kernel: str, scopes: Mapping[str, str]) -> str:
     return known[-1] if known else "other"
 
 
-def profiled(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
-    """GPU seconds and calls of every kernel that runs meanwhile; empty without a GPU."""
+Spent = Mapping[tuple[str, str], tuple[float, int]]
+"""GPU seconds and calls of every kernel, by its program and its name."""
+
+
+def profiled(run: Callable[[], object]) -> Spent:
+    """What every kernel spends meanwhile; empty without a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -85,9 +89,9 @@ def profiled(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
         return _kernels(files[0]) if files else {}
 
 
-def _kernels(path: Path) -> dict[str, tuple[float, int]]:
-    total: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
+def _kernels(path: Path) -> Spent:
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    calls: dict[tuple[str, str], int] = defaultdict(int)
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -95,16 +99,20 @@ def _kernels(path: Path) -> dict[str, tuple[float, int]]:
             if not line.name.startswith("Stream"):
                 continue  # sums of what the streams have
             for event in line.events:
-                total[event.name] += event.duration_ns / 1e9
-                calls[event.name] += 1
-    return {name: (seconds, calls[name]) for name, seconds in total.items()}
+                key = _program(dict(event.stats)), event.name
+                total[key] += event.duration_ns / 1e9
+                calls[key] += 1
+    return {key: (seconds, calls[key]) for key, seconds in total.items()}
 
 
-def by_stage(
-    kernels: Mapping[str, tuple[float, int]], scopes: Mapping[str, str]
-) -> dict[str, float]:
-    """Seconds by stage."""
+def _program(stats: Mapping[str, object]) -> str:
+    """Name of the jitted function that launched a kernel: jit_group_3(17) is group_3."""
+    return str(stats.get("hlo_module", "")).removeprefix("jit_").partition("(")[0]
+
+
+def by_stage(kernels: Spent, scopes: Mapping[str, Mapping[str, str]]) -> dict[str, float]:
+    """Seconds by stage; scopes by program."""
     stages: dict[str, float] = defaultdict(float)
-    for name, (seconds, _) in kernels.items():
-        stages[stage_of(name, scopes)] += seconds
+    for (program, name), (seconds, _) in kernels.items():
+        stages[stage_of(name, scopes.get(program, {}))] += seconds
     return dict(stages)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dhisparse_jax.speculation.protocol import Proposal as Proposal
     from dhisparse_jax.step import decode_step as decode_step
     from dhisparse_jax.step import finish_step as finish_step
-    from dhisparse_jax.step import forward as forward
+    from dhisparse_jax.verify import forward as forward
 
 _HOMES = {
     "Geometry": "geometry",
@@ -46,7 +46,7 @@ _HOMES = {
     "Sampling": "sampling",
     "decode_step": "step",
     "finish_step": "step",
-    "forward": "step",
+    "forward": "verify",
 }
 
 

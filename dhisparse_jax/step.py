@@ -10,26 +10,16 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.adapt import adapt
-from dhisparse_jax.hierarchy.append import query_positions
 from dhisparse_jax.hierarchy.backup import backup
 from dhisparse_jax.hierarchy.commit import commit
-from dhisparse_jax.hierarchy.group import (
-    OpenGroup,
-    attend,
-    close_group,
-    open_group,
-    select_again,
-)
-from dhisparse_jax.hierarchy.retrieve import Attended
-from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.hierarchy.update import with_pool
-from dhisparse_jax.model import Beside, Params, ServedModel, Taps, layers_of, places_of
+from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, greedy
 from dhisparse_jax.speculation.accept import Emitted, accept, stop_at
-from dhisparse_jax.speculation.protocol import Drafter, DraftState
+from dhisparse_jax.speculation.protocol import Drafter, DraftState, Proposal
 from dhisparse_jax.speculation.schedule import Load, Profile, Rule, live_queries, observe
+from dhisparse_jax.verify import forward
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.plan.types import PlanCounts
 
@@ -103,6 +93,21 @@ class StepOutput:
     selection: Int[Array, "pools R T K"]
 
 
+@pytree
+class Asked:
+    """What a step puts to the model.
+
+    Attributes:
+        proposal: the drafter's.
+        live: int32 how many queries of each request are verified.
+        block: int32 their tokens: the anchor, and what is proposed.
+    """
+
+    proposal: Proposal
+    live: Int[Array, " R"]
+    block: Int[Array, "R T"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Speculation:
     """Who proposes, and how much of it is verified; static.
@@ -136,30 +141,78 @@ def decode_step(
         profile: of the machine, for the rule.
         state: the requests; donate it.
     """
-    hierarchy, texts, drafter = state.hierarchy, state.texts, speculation.drafter
+    asked = ask(speculation, cfg, draft_params, profile, state)
+    logits, features, hierarchy = forward(
+        model,
+        cfg,
+        params,
+        state.hierarchy,
+        asked.block,
+        live=asked.live,
+        taps=speculation.drafter.taps,
+    )
+    return settle(speculation, cfg, draft_params, state, asked, logits, features, hierarchy)
+
+
+def ask(
+    speculation: Speculation,
+    cfg: HierarchyConfig,
+    draft_params: Params,
+    profile: Profile,
+    state: DecodeState,
+) -> Asked:
+    """Propose tokens for every request, and say how many of them are verified."""
+    hierarchy, texts = state.hierarchy, state.texts
     start = hierarchy.length
     with jax.named_scope("propose"):
-        proposal = drafter.propose(draft_params, state.draft, texts.anchor, start, texts.sampler)
+        proposal = speculation.drafter.propose(
+            draft_params, state.draft, texts.anchor, start, texts.sampler
+        )
     with jax.named_scope("schedule"):
         room = jnp.where(hierarchy.active, jnp.clip(texts.end - start, 0, cfg.queries), 0)
         live = live_queries(speculation.rule, proposal.confidence, state.load, profile, room)
         block = jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1)
-    logits, features, hierarchy = forward(
-        model, cfg, params, hierarchy, block, live=live, taps=drafter.taps
-    )
+    return Asked(proposal=proposal, live=live, block=block)
+
+
+def settle(
+    speculation: Speculation,
+    cfg: HierarchyConfig,
+    draft_params: Params,
+    state: DecodeState,
+    asked: Asked,
+    logits: Float[Array, "R T V"],
+    features: Float[Array, "R T taps"],
+    hierarchy: HierarchyState,
+) -> tuple[StepOutput, DecodeState]:
+    """Accept what stands, and go on from there.
+
+    Args:
+        speculation: who proposed.
+        cfg: sizes of the hierarchy.
+        draft_params: weights of the drafter.
+        state: what the step began with.
+        asked: what was verified.
+        logits: what the model said; see `forward`.
+        features: for the drafter, likewise.
+        hierarchy: as the model left it.
+    """
+    start, texts = state.hierarchy.length, state.texts
     with jax.named_scope("accept"):
-        emitted = accept(logits, proposal, live, start, texts.sampler)
+        emitted = accept(logits, asked.proposal, asked.live, start, texts.sampler)
         emitted, stopped = stop_at(emitted, texts.stop)
     hierarchy = finish_step(hierarchy, cfg, emitted.count)
     with jax.named_scope("draft"):
-        draft = drafter.commit(draft_params, state.draft, features, start, emitted.count)
+        draft = speculation.drafter.commit(
+            draft_params, state.draft, features, start, emitted.count
+        )
     fetched = fetched_bytes(cfg, hierarchy.counts)
-    load = observe(state.load, proposal.confidence, live, emitted.count, fetched)
+    load = observe(state.load, asked.proposal.confidence, asked.live, emitted.count, fetched)
     texts = _advance(texts, emitted, jnp.where(stopped, hierarchy.length, texts.end))
     output = StepOutput(
         tokens=emitted.tokens,
         count=emitted.count,
-        verified=live,
+        verified=asked.live,
         records=hierarchy.counts,
         selection=_selection(hierarchy, cfg),
     )
@@ -190,50 +243,6 @@ def decode_steps(
     return output, state
 
 
-def forward(
-    model: ServedModel,
-    cfg: HierarchyConfig,
-    params: Params,
-    state: HierarchyState,
-    tokens: Int[Array, "R T"],
-    *,
-    live: Int[Array, " R"] | None = None,
-    taps: tuple[int, ...] = (),
-) -> tuple[Float[Array, "R T V"], Float[Array, "R T taps"], HierarchyState]:
-    """Run T verify queries of every request through the model; nothing is committed.
-
-    Args:
-        model: the served model.
-        cfg: sizes of the hierarchy.
-        params: weights.
-        state: the hierarchy.
-        tokens: int32 tokens at positions `length` .. `length + T - 1`.
-        live: int32 how many queries of each request count, 0..T; None: all. The others fetch
-            nothing, and their logits mean nothing. A request without any is not touched: it may be
-            one whose prompt is still being prefilled.
-        taps: layers, from 0, whose residual stream a drafter reads.
-
-    Returns:
-        Logits, the residual streams after the tapped layers side by side, and the hierarchy.
-    """
-    positions, active = query_positions(state, cfg), state.active
-    if live is not None:
-        state = dataclasses.replace(state, active=active & (live > 0))
-    with jax.named_scope("embed"):
-        x = model.embed(params, tokens)
-    tapped: dict[int, Float[Array, "R T D"]] = {}
-    for pool in range(cfg.pools):
-        places = places_of(cfg.geometry, pool, taps)
-        with jax.named_scope(f"group_{pool}"):
-            x, here, state = _decode_group(
-                model, cfg, params, state, pool, x, tokens, positions, live, places
-            )
-        tapped |= zip(layers_of(cfg.geometry, pool, places), here, strict=True)
-    with jax.named_scope("verify"):
-        features = jnp.concatenate([x[..., :0], *(tapped[layer] for layer in taps)], axis=-1)
-        return model.logits(params, x), features, dataclasses.replace(state, active=active)
-
-
 def finish_step(
     state: HierarchyState, cfg: HierarchyConfig, accepted: Int[Array, " R"]
 ) -> HierarchyState:
@@ -245,37 +254,6 @@ def finish_step(
         state = backup(state, cfg, start)
     with jax.named_scope("adapt"):
         return adapt(state, cfg)
-
-
-def _decode_group(  # noqa: PLR0913  # a step's inputs, all of them
-    model: ServedModel,
-    cfg: HierarchyConfig,
-    params: Params,
-    state: HierarchyState,
-    pool: int,
-    x: Float[Array, "R T D"],
-    tokens: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    live: Int[Array, " R"] | None,
-    places: tuple[int, ...],
-) -> tuple[Float[Array, "R T D"], Taps, HierarchyState]:
-    def open_it(index: IndexInputs, opened: OpenGroup | None = None) -> OpenGroup:
-        if opened is None:
-            return open_group(state, cfg, pool, index, live)
-        return select_again(opened, cfg, pool, index, live)
-
-    def attend_it(
-        group: OpenGroup,
-        layer: int,
-        row: Float[Array, "R E width"] | None,
-        query: Float[Array, "R T H width"],
-    ) -> tuple[Attended, OpenGroup]:
-        return attend(group, cfg, pool, layer, row, query)
-
-    beside = Beside(tokens=tokens, kept=state.pools[pool].kept, writes=state.active)
-    ran = model.run_group(params, pool, x, positions, open_it, attend_it, places, beside)
-    state = with_pool(close_group(ran.opened, cfg, pool), pool, kept=ran.kept)
-    return ran.x, ran.taps, state
 
 
 def fetched_bytes(cfg: HierarchyConfig, records: PlanCounts) -> Float[Array, " R"]:

@@ -21,7 +21,7 @@ from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran, ServedModel
 from dhisparse_jax.pytree import state as pytree
-from dhisparse_jax.step import forward
+from dhisparse_jax.verify import forward
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.record_layout import as_words
 from pallas_kernels.plan.types import PlanCounts

@@ -24,7 +24,8 @@ from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
 from dhisparse_jax.speculation.protocol import Drafter, DraftState
 from dhisparse_jax.speculation.schedule import Load, join_load
-from dhisparse_jax.step import Speculation, Texts, finish_step, forward
+from dhisparse_jax.step import Speculation, Texts, finish_step
+from dhisparse_jax.verify import forward
 
 
 @pytree

@@ -58,9 +58,14 @@ def packed_steps(  # noqa: PLR0913  # what jit binds, and what it is called with
     output, state = decode_steps(
         steps, model, speculation, cfg, params, draft_params, profile, state
     )
+    return state, packed(output)
+
+
+def packed(output: StepOutput) -> Packed:
+    """The output of several steps as one array, and their selections."""
     leaves = (output.tokens, output.count, output.verified, *output.records)
     numbers = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
-    return state, Packed(numbers=numbers, selection=output.selection)
+    return Packed(numbers=numbers, selection=output.selection)
 
 
 def places(cfg: HierarchyConfig, steps: int) -> list[Packed]:
@@ -71,12 +76,12 @@ def places(cfg: HierarchyConfig, steps: int) -> list[Packed]:
     return [Packed(numbers=empty(numbers), selection=empty(selection)) for _ in range(2)]
 
 
-def unpacked(packed: Packed) -> StepOutput:
+def unpacked(place: Packed) -> StepOutput:
     """The output as NumPy arrays; waits until the device has written it."""
-    selection: Any = jax.device_get(packed.selection)
+    selection: Any = jax.device_get(place.selection)
     shapes = _shapes(*selection.shape[:4])
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    parts = np.split(jax.device_get(packed.numbers), ends[:-1])
+    parts = np.split(jax.device_get(place.numbers), ends[:-1])
     leaves: list[Any] = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
     tokens, count, verified, *records = leaves
     return StepOutput(

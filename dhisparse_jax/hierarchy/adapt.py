@@ -39,7 +39,6 @@ from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.ghost import DECAY, learn, page_value, saved_by_next
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
-from pallas_kernels.common.ids import dropping
 
 HYSTERESIS = 1.5
 
@@ -140,15 +139,19 @@ def _history(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Int[Arra
     return jnp.maximum(-(-used // cfg.page_slots), cfg.floor_pages(pool))
 
 
-def _fillable(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Int[Array, "pools R"]:
-    """Pages for the records that a hot pool holds of everybody, and for those of the next step."""
-    hot = state.hot[number]
-    records = (hot.position >= 0).reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
-    held = jnp.zeros(cfg.pools * cfg.requests, jnp.int32)
-    held = held.at[dropping(hot.owner, held.shape[0])].add(records, mode="drop")
-    fresh = jnp.array([cfg.fresh(pool) for pool in range(cfg.pools)], jnp.int32)[:, None]
-    coming = jnp.maximum(jnp.ceil(state.miss_rate).astype(jnp.int32), fresh)
-    return -(-(held.reshape(coming.shape) + coming) // cfg.page_slots)
+def _fillable(
+    state: HierarchyState, cfg: HierarchyConfig, members: tuple[int, ...]
+) -> Int[Array, "pools R"]:
+    """Pages for the records that pools hold of everybody, and for those of the next step.
+
+    Counted in the maps, as they lie: adding pages up by their owners has all of a GPU's threads
+    wait for the few sums.
+    """
+    every = [(state.pools[pool].slot_of >= 0).sum(axis=1, dtype=jnp.int32) for pool in members]
+    fresh = jnp.array([cfg.fresh(pool) for pool in members], jnp.int32)[:, None]
+    expected = jnp.stack([state.miss_rate[pool] for pool in members])
+    coming = jnp.maximum(jnp.ceil(expected).astype(jnp.int32), fresh)
+    return -(-(jnp.stack(every) + coming) // cfg.page_slots)
 
 
 def _of(every: Shaped[Array, "pools R"], members: tuple[int, ...]) -> Shaped[Array, " n"]:
@@ -161,7 +164,7 @@ def _holders(state: HierarchyState, cfg: HierarchyConfig, number: int) -> Holder
     everywhere = lambda leaf: jnp.tile(leaf, len(members))
     history = jnp.concatenate([_history(state, cfg, pool) for pool in members])
     floors = jnp.where(state.active[None], _floors(cfg, members)[:, None], 0)
-    fillable = _of(_fillable(state, cfg, number), members)
+    fillable = _fillable(state, cfg, members).reshape(-1)
     return Holders(
         value=_of(page_value(state), members),
         useful=jnp.minimum(history, fillable),

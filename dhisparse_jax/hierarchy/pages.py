@@ -10,7 +10,7 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.ghost import rescaled
 from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
 from dhisparse_jax.hierarchy.update import with_hot, with_pool
-from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked
+from pallas_kernels.common.ids import INT32_MAX, dropping, masked, packed
 
 SURE = 1 << 16
 """The chance 1 that a record is used in the next step, as an integer."""
@@ -119,7 +119,8 @@ def _grant(
     With free pages 3, 4, 8 and grants of 1 and 2, the first owner gets 3, the second 4 and 8.
     """
     owner = state.hot[number].owner
-    (free,) = jnp.nonzero(owner < 0, size=owner.shape[0], fill_value=NO_SLOT)
+    number_of = jnp.arange(owner.shape[0], dtype=jnp.int32)
+    free = packed((owner < 0)[None], number_of[None])[0]
     held = jnp.minimum(state.budget, target)[jnp.array(members)]
     grants = target[jnp.array(members)] - held
     first = (jnp.cumsum(grants) - grants.reshape(-1)).reshape(grants.shape)
@@ -129,7 +130,7 @@ def _grant(
         turn = column - held[member][:, None]
         new = (turn >= 0) & (turn < grants[member][:, None])
         pick = jnp.clip(first[member][:, None] + turn, 0, free.shape[0] - 1)
-        granted = masked(free[pick].astype(jnp.int32), new)
+        granted = masked(free[pick], new)
         holder = jnp.broadcast_to(pool * cfg.requests + request, granted.shape)
         owner = owner.at[dropping(granted, owner.shape[0])].set(holder, mode="drop")
         pages = jnp.where(new, granted, state.pools[pool].pages)

@@ -16,7 +16,7 @@ def with_pool(state: HierarchyState, pool: int, **fields: Any) -> HierarchyState
 
 
 def with_row(
-    every: Shaped[Array, "pools *n"], pool: int, row: Shaped[Array, "*n"]
+    every: Shaped[Array, "pools *n"], pool: int | Int[Array, ""], row: Shaped[Array, "*n"]
 ) -> Shaped[Array, "pools *n"]:
     """`every` with the row of pool `pool` replaced, for arrays of a few numbers per pool.
 

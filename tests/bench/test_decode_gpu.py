@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ import pytest
 
 from bench.replayed import accepted_proposals, followed, selections, survival_for
 from bench.script import Script
-from bench.shard_cells import Cell, decode_state, no_profile, step_program
+from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_experts import expert_room, run_experts, uniform_picks
-from bench.shard_load import replay_arrays
+from bench.shard_load import draft_of, replay_arrays
 from bench.shard_memory import account, fitted
 from bench.shard_model import ShardParams
+from bench.shard_segments import segments
 from bench.shard_setup import abstract_setup, host_requests
 from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
@@ -25,11 +27,12 @@ from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
 from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, tokens_per_step
-from dhisparse_jax.engine.output import places, unpacked
+from dhisparse_jax.engine.output import packed_steps, places, unpacked
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import abstract
 from dhisparse_jax.models.glm.costs import StepLoad, step_seconds, step_work, weight_bytes
+from dhisparse_jax.step import Speculation
 
 CONTEXT = 300
 
@@ -245,6 +248,51 @@ def test_a_step_takes_as_long_as_its_slower_side():
     assert slow == pytest.approx(16 * 290 * (2 * 768 + 19 * 2688) / 1e9)
 
 
+@pytest.mark.slow  # compiles two decode steps
+@pytest.mark.parametrize(("policy", "draft"), [("fixed", "none"), ("adaptive", "dflash2")])
+def test_a_step_in_pieces_is_the_step(policy, draft):
+    setup = setup_of(draft, layers=8)
+    model = dataclasses.replace(setup.model, dtype="float32")
+    setup = dataclasses.replace(setup, model=model)
+    cfg = setup.config(dataclasses.replace(cell_of(Policy(policy)), draft=draft))
+    speculation = Speculation(setup.drafter)
+    pieces = segments(setup.model, speculation, cfg)
+    assert len(pieces.groups) < cfg.pools
+    chosen = selections(4, k=TINY.index_top_k, history=CONTEXT, rows=24 + cfg.queries)
+    text = np.arange(3 * cfg.queries, dtype=np.int32).reshape(3, -1) + 7
+    paths = followed(cfg.pools, 3, 4)
+    shapes = setup.params.replay
+    chosen = chosen[:, : shapes.selections.shape[1]]
+    replay = replay_arrays(shapes, chosen, paths, text, CONTEXT)
+    weights = random_weights(setup.params.weights)
+    params = ShardParams(weights=weights, replay=replay)
+    draft_params = draft_of(setup, weights, replay, PUBLISHED_SURVIVAL)[1]
+    form = jax.tree.structure(params)
+    whole = jax.jit(partial(packed_steps, 1, setup.model, speculation, cfg, form))
+    made, ends = patterns(cfg), []
+    for step, operand in ((whole, jax.tree.leaves(params)), (pieces, params)):
+        state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+        state = decode_state(cfg, setup.drafter, state, replay.text, CONTEXT)
+        outputs = []
+        for _ in range(3):
+            place = places(cfg, 1)[0]
+            state, place = step(operand, draft_params, no_profile(cfg), state, place)
+            outputs.append(unpacked(place))
+        ends.append((state, outputs))
+    one, other = (jax.tree.leaves_with_path(end) for end in ends)
+    for (path, left), (_, right) in zip(one, other, strict=True):
+        computed = path[-1].name in ("host", "host_keys", "slots", "index_keys", "keys", "values")
+        if computed:
+            left, right = (np.asarray(leaf).view(np.float32) for leaf in (left, right))
+        elif jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
+            left, right = (jax.random.key_data(leaf) for leaf in (left, right))
+        near = np.testing.assert_allclose if computed else np.testing.assert_array_equal
+        # What is computed may be rounded elsewhere where programs end.
+        near(
+            left, right, err_msg=jax.tree_util.keystr(path), **({"atol": 1e-4} if computed else {})
+        )
+
+
 @pytest.mark.slow  # compiles a decode step
 def test_a_cell_fetches_what_the_simulator_says():
     setup = setup_of(layers=2)
@@ -258,11 +306,10 @@ def test_a_cell_fetches_what_the_simulator_says():
     made = patterns(cfg)
     state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
     state = decode_state(cfg, setup.drafter, state, replay.text, CONTEXT)
-    step = step_program(setup.model, setup.drafter, cfg, params)
-    weights = jax.tree.leaves(params)
+    step = segments(setup.model, Speculation(setup.drafter), cfg)
     place, seen = places(cfg, 1)[0], []
     for _ in range(12):
-        state, place = step(weights, (), no_profile(cfg), state, place)
+        state, place = step(params, (), no_profile(cfg), state, place)
         output = unpacked(place)
         assert (output.tokens[0] == text).all() and (output.count == 1).all()
         seen.append(output.records.fetched[0])

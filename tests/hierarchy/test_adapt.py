@@ -15,7 +15,7 @@ from dhisparse_jax.hierarchy.adapt import adapt
 from dhisparse_jax.hierarchy.ghost import DECAY, PRIOR
 from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import init
-from dhisparse_jax.hierarchy.update import with_hot
+from dhisparse_jax.hierarchy.update import with_hot, with_pool
 from pallas_kernels.plan.types import PlanCounts
 from tests.hierarchy.numpy_adapt import Moves, shrunk
 
@@ -58,6 +58,8 @@ def prepared(cfg, held, rates, lengths, saved, tried):
     state = set_budgets(state, cfg, held[None])
     full = jnp.repeat(jnp.minimum(state.hot[0].owner, 0), cfg.page_slots)
     state = with_hot(state, 0, dataclasses.replace(state.hot[0], position=full))
+    place = jnp.arange(cfg.capacity, dtype=jnp.int32)[None]
+    state = with_pool(state, 0, slot_of=jnp.where(place < held[:, None] * cfg.page_slots, 0, -1))
     benefit = dataclasses.replace(state.benefit, saved=saved[None], tried=tried[None])
     return dataclasses.replace(state, miss_rate=rates[None], benefit=benefit)
 
