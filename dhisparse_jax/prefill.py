@@ -177,7 +177,7 @@ def attend_prompt(
     The prefill counterpart of `hierarchy.group.attend`, through the same operation.
     """
     prompt, records = opened.prompt, opened.prompt.records
-    first_word = layout.row_start(cfg.geometry, layer, records)
+    first_word = layer * layout.row_stride(cfg.geometry, records)
     if row is not None:
         with jax.named_scope("append"):
             words = stored_rows(cfg.geometry.row, row[0])
@@ -196,7 +196,7 @@ def _written(
     old: Shaped[Array, "P *_"],
     rows: Shaped[Array, "E *_"],
     start: Int[Array, ""],
-    place: tuple[int, ...] = (),
+    place: tuple[int | Int[Array, ""], ...] = (),
 ) -> Shaped[Array, "P *_"]:
     """`old` with `rows` from position `start` on, but for what the prompt knows already.
 

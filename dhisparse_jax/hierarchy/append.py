@@ -75,7 +75,7 @@ def append_row(
     slot = layout.tail_slot(cfg, pool, request, new_records(state, cfg, pool))
     slot = jnp.where(state.active[:, None], slot, NO_SLOT)
     old = state.hot[number].slots
-    first = layout.row_start(cfg.geometry, layer, old)
+    first_word = layer * layout.row_stride(cfg.geometry, old)
     place = dropping(slot, old.shape[0])
-    new = write_words(old, place, first, stored_rows(cfg.geometry.row, row))
+    new = write_words(old, place, first_word, stored_rows(cfg.geometry.row, row))
     return with_hot_slots(state, number, new)

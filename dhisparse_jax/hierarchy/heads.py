@@ -16,7 +16,7 @@ from dhisparse_jax.geometry import OPAQUE, Geometry, RowFormat
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.retrieve import Attended
-from pallas_kernels.common.record_layout import layout_of, words_of_record
+from pallas_kernels.common.record_layout import words_of_record
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 
@@ -70,7 +70,7 @@ def attend_slots(
         queries = split_query(geometry.row, query)
         first, *others = attend_parts(geometry, layer, 0, queries, slots, location)
         return joined(first, others)
-    layers = words_of_record(slots) // layout_of(slots).row_stride(geometry.row.words)
+    layers = words_of_record(slots) // layout.row_stride(geometry, slots)
     branches = [partial(attend_slots, geometry, place) for place in range(layers)]
     return lax.switch(layer, branches, query, slots, location)
 
@@ -93,7 +93,7 @@ def attend_parts(
         slots: records.
         location: int32 slot of each selected record.
     """
-    first_word = layout.row_start(geometry, layer, slots)
+    first_word = layer * layout.row_stride(geometry, slots)
     words = geometry.row.words // geometry.row.parts
     found = []
     for part, query in enumerate(queries, first):

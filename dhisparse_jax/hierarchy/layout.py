@@ -27,9 +27,9 @@ Layer = int | Int[Array, ""]
 """Place of a layer in its group; an array where layers are scanned over."""
 
 
-def row_start(geometry: Geometry, layer: Layer, slots: Int[Array, "S *W"]) -> Layer:
-    """Word of a record where the row of a layer starts, in slots of whatever layout."""
-    return layer * layout_of(slots).row_stride(geometry.row.words)
+def row_stride(geometry: Geometry, slots: Int[Array, "S *W"]) -> int:
+    """Words from the row of one layer to that of the next, in records of whatever layout."""
+    return layout_of(slots).row_stride(geometry.row.words)
 
 
 def row_options(geometry: Geometry, offset: int, row: RowFormat | None = None) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def row_options(geometry: Geometry, offset: int, row: RowFormat | None = None) -
 
     Args:
         geometry: of the model.
-        offset: word of a record where they start: `row_start`.
+        offset: word of a record where they start.
         row: their format, if it is not that of the geometry.
     """
     row = row or geometry.row

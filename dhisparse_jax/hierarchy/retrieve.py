@@ -58,14 +58,14 @@ def retrieve_attend(
     number, _ = cfg.hot_pool_of(pool)
     fetches, moves = _lists(state, cfg, pool, plan)
     slots = state.hot[number].slots
-    options = layout.row_options(cfg.geometry, layout.row_start(cfg.geometry, layer, slots))
+    first_word = layer * layout.row_stride(cfg.geometry, slots)
     attended, slots = retrieve_attend_op(
         state.pools[pool].host,
         slots,
         fetches,
         Attention(query, plan.location, selection, plan.fetch_position),
         moves,
-        **options,
+        **layout.row_options(cfg.geometry, first_word),
     )
     return Attended(*attended), with_hot_slots(state, number, slots)
 

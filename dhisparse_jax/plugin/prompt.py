@@ -69,8 +69,8 @@ def admit(
         room = jnp.zeros((cfg.capacity, *cfg.record_shape(pool)), jnp.int32)
         for place, each in enumerate(mine):
             words = stored_rows(geometry.row, flat(geometry.row, each, (size,)))
-            start = layout.row_start(geometry, place, room)
-            words, at = placed_words(words, start, cfg.record_layout)
+            first_word = place * layout.row_stride(geometry, room)
+            words, at = placed_words(words, first_word, cfg.record_layout)
             room = lax.dynamic_update_slice(room, words, (0, *at))
         stored = _keys(cfg, keys[pool] if keys else None)
         state = admit_prompt(state, cfg, pool, request, room, stored)

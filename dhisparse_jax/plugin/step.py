@@ -190,8 +190,8 @@ def read(
     number, _ = cfg.hot_pool_of(step.group)
     location, words = group.plan.location, row_format.words
     slots = state.hot[number].slots
-    start = layout.row_start(cfg.geometry, place, slots)
-    found = gather_words(slots, jnp.maximum(location, 0), start, words)
+    first_word = place * layout.row_stride(cfg.geometry, slots)
+    found = gather_words(slots, jnp.maximum(location, 0), first_word, words)
     valid = location >= 0
     found = jnp.where(valid[..., None], found, 0)
     found = jnp.where(step.wrong[..., None, None], -1, found)  # NaN, or bytes of 255

@@ -69,7 +69,9 @@ def _launch(
         interpret=tpu_interpret(),
         name="backup",
     )
-    written = call(lists, *map(poison, sizes), *(in_hbm(lanes_view(array)) for array in arrays), *views)
+    written = call(
+        lists, *map(poison, sizes), *(in_hbm(lanes_view(array)) for array in arrays), *views
+    )
     each = zip(written, hosts, strict=True)
     return tuple(annotated(pool_of(new, host), host) for new, host in each)
 

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.backup import api as backup_api
 from pallas_kernels.backup import cases as backup_cases
+from pallas_kernels.backup import launch
 from pallas_kernels.backup import tpu as backup_tpu
 from pallas_kernels.common import tpu_records
 from pallas_kernels.retrieve import api as retrieve_api
@@ -45,6 +46,12 @@ def backup(inputs):
     return [words_in(host, width) for host, width in zip(hosts, widths, strict=True)]
 
 
+@pytest.fixture(autouse=True)
+def one_launch(monkeypatch):
+    """As with jax 0.11.2 and later; before, interpreted kernels could write several pools too."""
+    monkeypatch.setattr(launch, "SEVERAL_RESULTS", True)
+
+
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("name", retrieve_cases.CASES)
 def test_retrieve(name):
@@ -72,7 +79,8 @@ def changed_kernels():
 
 @pytest.mark.usefixtures("no_races", "changed_kernels")
 def test_few_in_flight_and_small_chunks(monkeypatch):
-    """Lists of several chunks, and copies that wait for earlier ones across them."""
+    """Lists of several chunks, copies that wait for earlier ones, and a launch for each pool."""
+    monkeypatch.setattr(launch, "SEVERAL_RESULTS", False)
     monkeypatch.setattr(tpu_records, "IN_FLIGHT", 3)
     for module in (retrieve_tpu, backup_tpu):
         monkeypatch.setattr(module, "CHUNK", 8)
