@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from bench.ops import backup as backups
 from bench.ops import index_scores as scores
@@ -18,6 +19,7 @@ from bench.ops import retrieve as retrievals
 from bench.ops import sparse_attention as attention
 from bench.ops import top_k as selections
 from bench.roofline import Traffic
+from bench.shard_weights import abstract_leaf
 from pallas_kernels.backup.api import backup
 from pallas_kernels.common.record_layout import LANES, TILES
 from pallas_kernels.common.rows import WORD_BYTES
@@ -27,8 +29,6 @@ from pallas_kernels.retrieve.api import retrieve
 from pallas_kernels.retrieve.types import Fetches
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.top_k.api import top_k
-
-Shape = jax.ShapeDtypeStruct
 
 LAYERS = 4
 """Of a record."""
@@ -58,10 +58,10 @@ class TpuCase(NamedTuple):
 class HostPool(NamedTuple):
     """A pool of records in host memory, by its place in a pytree."""
 
-    host: Shape
+    host: Array
 
 
-def _bytes(*arrays: Shape) -> int:
+def _bytes(*arrays: Array) -> int:
     return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
@@ -73,17 +73,17 @@ def scored(case: scores.IndexScores) -> TpuCase:
     """Keys and scales once for up to eight queries, scores once."""
     heads = (case.requests, case.queries, case.heads)
     positions = (case.requests, case.positions)
-    query = Shape((*heads, case.width), jnp.bfloat16)
+    query = abstract_leaf((*heads, case.width), jnp.bfloat16)
     numbers: DTypeLike = jnp.float8_e4m3fn if case.keys == "fp8" else jnp.bfloat16
-    keys: Any = Shape((*positions, case.width), numbers)
+    keys: Any = abstract_leaf((*positions, case.width), numbers)
     read = _bytes(keys)
     if case.keys == "fp8":
-        scales = Shape(positions, jnp.float32)
+        scales = abstract_leaf(positions, jnp.float32)
         keys, read = ScaledKeys(keys, scales), read + 3 * _bytes(scales)
     result = WORD_BYTES * case.requests * case.queries * case.positions
     return TpuCase(
         partial(index_scores, backend="tpu"),
-        (query, Shape(heads, jnp.float32), keys, Shape(heads[:2], jnp.int32)),
+        (query, abstract_leaf(heads, jnp.float32), keys, abstract_leaf(heads[:2], jnp.int32)),
         Traffic(
             hbm_bytes=read + _bytes(query) + result,
             flops=2 * result // WORD_BYTES * case.heads * case.width,
@@ -93,7 +93,7 @@ def scored(case: scores.IndexScores) -> TpuCase:
 
 def selected(case: selections.TopK) -> TpuCase:
     """Scores once, positions once; a copy for each row."""
-    rows = Shape((case.requests, 1, case.positions), jnp.float32)
+    rows = abstract_leaf((case.requests, 1, case.positions), jnp.float32)
     result = WORD_BYTES * case.requests * case.k
     return TpuCase(
         partial(top_k, k=case.k, backend="tpu"),
@@ -108,13 +108,13 @@ def attended(case: attention.SparseAttention) -> TpuCase:
     words = case.row_bytes // WORD_BYTES
     selected = case.requests * case.queries * case.k
     slots = min(case.requests * case.slots, SLOT_LIMIT)
-    query = Shape((case.requests, case.queries, case.heads, case.width), jnp.bfloat16)
-    location = Shape((case.requests, case.queries, case.k), jnp.int32)
+    query = abstract_leaf((case.requests, case.queries, case.heads, case.width), jnp.bfloat16)
+    location = abstract_leaf((case.requests, case.queries, case.k), jnp.int32)
     options = case.options | {"offset": (LAYERS - 1) * TILES.row_stride(words)}
     lines = WORD_BYTES * selected * TILES.row_stride(words)
     return TpuCase(
         partial(sparse_attention, backend="tpu", **options),
-        (query, Shape((slots, *_record_shape(words)), jnp.int32), location),
+        (query, abstract_leaf((slots, *_record_shape(words)), jnp.int32), location),
         Traffic(
             hbm_bytes=lines + 3 * _bytes(location) + 6 * _bytes(query),
             flops=case.traffic().flops,
@@ -128,7 +128,7 @@ def retrieved(case: retrievals.Retrieve) -> TpuCase:
     sizes = case.sizes
     record = TILES.shape(TILES.record_words(1, sizes.words))
     entries = sizes.entries or sizes.records // sizes.requests
-    lists = Shape((sizes.requests, entries), jnp.int32)
+    lists = abstract_leaf((sizes.requests, entries), jnp.int32)
     moved = sizes.records * LANES * WORD_BYTES * record[0]
 
     def run(slots: jax.Array, pool: HostPool, fetches: Fetches) -> jax.Array:
@@ -137,9 +137,9 @@ def retrieved(case: retrievals.Retrieve) -> TpuCase:
     return TpuCase(
         run,
         (
-            Shape((sizes.slots, *record), jnp.int32),
-            HostPool(Shape((_pool_records(sizes.pool_bytes, record), *record), jnp.int32)),
-            Fetches(lists, lists, Shape((sizes.requests,), jnp.int32)),
+            abstract_leaf((sizes.slots, *record), jnp.int32),
+            HostPool(abstract_leaf((_pool_records(sizes.pool_bytes, record), *record), jnp.int32)),
+            Fetches(lists, lists, abstract_leaf((sizes.requests,), jnp.int32)),
         ),
         Traffic(hbm_bytes=moved, link_bytes=moved),
         copies=sizes.records,
@@ -151,8 +151,8 @@ def backed_up(case: backups.Backup) -> TpuCase:
     """Whole records over the link, into all pools in place."""
     sizes = case.sizes
     record = TILES.shape(TILES.record_words(1, sizes.words))
-    pool = HostPool(Shape((_pool_records(sizes.pool_bytes, record), *record), jnp.int32))
-    slots = Shape((sizes.slots, *record), jnp.int32)
+    pool = HostPool(abstract_leaf((_pool_records(sizes.pool_bytes, record), *record), jnp.int32))
+    slots = abstract_leaf((sizes.slots, *record), jnp.int32)
     moved = sizes.pools * sizes.records * LANES * WORD_BYTES * record[0]
 
     def run(
@@ -164,7 +164,12 @@ def backed_up(case: backups.Backup) -> TpuCase:
     ids = (sizes.pools, sizes.records)
     return TpuCase(
         run,
-        ((pool,) * sizes.pools, slots, Shape(ids[1:], jnp.int32), Shape(ids, jnp.int32)),
+        (
+            (pool,) * sizes.pools,
+            slots,
+            abstract_leaf(ids[1:], jnp.int32),
+            abstract_leaf(ids, jnp.int32),
+        ),
         Traffic(hbm_bytes=moved, link_bytes=moved),
         copies=sizes.pools * sizes.records,
         donate=True,

@@ -144,6 +144,8 @@ def test_sparse_attention_over_other_rows(row):
 
 
 def test_a_slot_that_is_not_there_raises():
+    if jax.default_backend() == "tpu":
+        pytest.skip("only the interpreter looks")
     inputs = attention_cases.random(slots=13, top_k=4, selected=(4, 4))
     inputs.location[1, 0, 2] = 13
     with pytest.raises(Exception, match="Out-of-bounds"):
