@@ -6,6 +6,7 @@ updated in place, and whether any of them is copied.
 
 import os
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bench.shard_cells import Cell, abstract_operands, step_program
+from bench.shard_cells import Cell, abstract_operands
 from bench.shard_setup import Setup
+from dhisparse_jax.engine.output import packed_steps
 from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES
+from dhisparse_jax.step import Speculation
 from pallas_kernels.common.interpret import ahead_of_time
 
 TOPOLOGIES = {"v5e:2x2": "v5e", "v6e:2x2": "v6e"}
@@ -69,9 +72,11 @@ def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
     """Compile a decode step as an engine dispatches it."""
     with ahead_of_time(TOPOLOGIES[topology]):
         cfg = setup.config(cell)
-        operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
-        program = step_program(setup.model, setup.drafter, cfg, setup.params)
-    return compile_for_tpu(program, operands, topology)
+        params, *others = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
+    weights, form = jax.tree.flatten(params)
+    step = partial(packed_steps, 1, setup.model, Speculation(setup.drafter), cfg, form)
+    program = jax.jit(step, donate_argnums=(3, 4))
+    return compile_for_tpu(program, (weights, *others), topology)
 
 
 def _placed(operands: Any, mesh: Mesh) -> tuple[Any, int]:  # noqa: ANN401  # any pytree
