@@ -4,8 +4,11 @@ What the compiler says of memory is of the program as it would run: how much of 
 updated in place, and whether any of them is copied.
 """
 
+import contextlib
+import math
 import os
 import time
+from collections.abc import Generator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,10 +65,22 @@ def compile_for_tpu(function: Any, operands: Any, topology: str) -> TpuProgram: 
     begin = time.perf_counter()
     mesh = one_device(topology)
     shapes, pool_bytes = _placed(operands, mesh)
-    with ahead_of_time(TOPOLOGIES[topology]):
+    with ahead_of_time(TOPOLOGIES[topology]), _not_kept():
         lowered = function.trace(*shapes).lower(lowering_platforms=("tpu",))
         compiled = lowered.compile()
     return TpuProgram(compiled, pool_bytes, time.perf_counter() - begin)
+
+
+@contextlib.contextmanager
+def _not_kept() -> Generator[None, None, None]:
+    """No program goes into JAX's persistent cache: without a TPU, none can be read from there."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
