@@ -13,9 +13,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bench.shard_cells import Cell, abstract_operands, step_program
+from bench.shard_cells import Cell, abstract_operands
+from bench.shard_segments import lowered, segments
 from bench.shard_setup import Setup
 from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES
+from dhisparse_jax.step import Speculation
 from pallas_kernels.common.interpret import ahead_of_time
 
 TOPOLOGIES = {"v5e:2x2": "v5e", "v6e:2x2": "v6e"}
@@ -27,7 +29,7 @@ class TpuProgram(NamedTuple):
 
     Attributes:
         compiled: what JAX says of it.
-        pool_bytes: bytes of all host arrays.
+        pool_bytes: bytes of the host arrays among its operands.
         seconds: that compiling took, tracing included.
     """
 
@@ -65,13 +67,24 @@ def compile_for_tpu(function: Any, operands: Any, topology: str) -> TpuProgram: 
     return TpuProgram(compiled, pool_bytes, time.perf_counter() - begin)
 
 
-def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
-    """Compile a decode step as an engine dispatches it."""
+def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> dict[str, TpuProgram]:
+    """Compile the programs that a decode step is dispatched as (`shard_segments`), by name."""
+    programs: dict[str, TpuProgram] = {}
+    mesh = one_device(topology)
     with ahead_of_time(TOPOLOGIES[topology]):
         cfg = setup.config(cell)
         operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
-        program = step_program(setup.model, setup.drafter, cfg, setup.params)
-    return compile_for_tpu(program, operands, topology)
+        shapes, _ = _placed(operands, mesh)
+        begin = time.perf_counter()
+        for which, program in lowered(
+            segments(setup.model, Speculation(setup.drafter), cfg), shapes
+        ):
+            compiled = program.compile()
+            host_bytes = compiled.memory_analysis().host_argument_size_in_bytes
+            now = time.perf_counter()
+            programs[which.name] = TpuProgram(compiled, host_bytes, now - begin)
+            begin = now
+    return programs
 
 
 def _placed(operands: Any, mesh: Mesh) -> tuple[Any, int]:  # noqa: ANN401  # any pytree
