@@ -2,16 +2,17 @@
 
     python -m bench.tpu_aot --topology v5e:2x2 --json bench/results/tpu/kernels_v5e.json
     python -m bench.tpu_aot --topology v6e:2x2 --op sparse_attention
-    python -m bench.tpu_aot --topology v6e:2x2 --model glm-5.3 --layers 6 --json step_v6e.json
+    python -m bench.tpu_aot --topology v6e:2x2 --model glm-5.3 --json step_v6e.json
 
 libtpu (`pip install 'dhisparse-jax[tpu]'`) is the compiler of a TPU and needs none. For every case
 the result has what the compiler says of memory and cost, and beside it a model: the bytes that the
 kernel moves by design over published rates. No row has a measured time.
 
-With `--model` it is the whole decode step of one chip's share (`bench.shard_model`), of so many
-layers: attention whole, the routed experts shared with the other chips. The model of its traffic is
-its weights once, the index keys once and the rows of every query; what is fetched depends on the
-text. Whatever is donated has to be updated in place, host pools above all, or the command fails.
+With `--model` it is the whole decode step of one chip's share (`bench.shard_model`): attention
+whole, the routed experts shared with the other chips; all layers, since groups of one kind share a
+program (`bench.shard_segments`). The model of its traffic is its weights once, the index keys once
+and the rows of every query; what is fetched depends on the text. Whatever is donated has to be
+updated in place, host pools above all, or the command fails.
 
 The compiler's costs are those of XLA around the kernels and of what the kernels declare; it does
 not look into them. The rate of the host link is not published, so that is an assumption.
@@ -101,13 +102,27 @@ def step_row(name: str, setup: Setup, cell: Cell, topology: str) -> Row:
         "experts_per_layer": setup.model.experts,
     }
     try:
-        program = compile_tpu_step(setup, cell, topology)
-        detail |= said_of(program) | {"host_pool_bytes": program.pool_bytes}
-        _check_in_place(detail["memory"], program.pool_bytes, program.pool_bytes)
+        programs = compile_tpu_step(setup, cell, topology)
+        said = {each: said_of(program) for each, program in programs.items()}
+        detail |= {"programs": said, "memory": _together(said)}
+        detail["compile_s"] = sum(each["compile_s"] for each in said.values())
+        for each, program in programs.items():
+            if program.pool_bytes:
+                _check_in_place(said[each]["memory"], program.pool_bytes, program.pool_bytes)
     except REFUSED as reason:
         detail["reason"] = _first_line(reason)
     _tell(row, detail, least)
     return {**row, "detail": detail}
+
+
+def _together(said: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The most that a program needs beside its operands, and the code of all."""
+    memory = [each["memory"] for each in said.values()]
+    most = {
+        kind: max(each[kind] for each in memory)
+        for kind in ("temporary_bytes", "host_temporary_bytes")
+    }
+    return most | {"code_bytes": sum(each["code_bytes"] for each in memory)}
 
 
 def _step_traffic(setup: Setup, cell: Cell) -> Traffic:

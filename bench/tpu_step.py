@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.shard_cells import Cell, abstract_operands
+from bench.shard_segments import lowered, segments
 from bench.shard_setup import Setup
 from dhisparse_jax.engine.output import packed_steps
 from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES
@@ -33,7 +34,7 @@ class TpuProgram(NamedTuple):
 
     Attributes:
         compiled: what JAX says of it.
-        pool_bytes: bytes of all host arrays.
+        pool_bytes: bytes of the host arrays among its operands.
         seconds: that compiling took, tracing included.
     """
 
@@ -83,8 +84,8 @@ def _not_kept() -> Generator[None, None, None]:
         jax.config.update(name, before)
 
 
-def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
-    """Compile a decode step as an engine dispatches it."""
+def compile_whole_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
+    """Compile a decode step as one program, as an engine dispatches it."""
     with ahead_of_time(TOPOLOGIES[topology]):
         cfg = setup.config(cell)
         params, *others = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
@@ -92,6 +93,26 @@ def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
     step = partial(packed_steps, 1, setup.model, Speculation(setup.drafter), cfg, form)
     program = jax.jit(step, donate_argnums=(3, 4))
     return compile_for_tpu(program, (weights, *others), topology)
+
+
+def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> dict[str, TpuProgram]:
+    """Compile the programs that a decode step is dispatched as (`shard_segments`), by name."""
+    programs: dict[str, TpuProgram] = {}
+    mesh = one_device(topology)
+    with ahead_of_time(TOPOLOGIES[topology]), _not_kept():
+        cfg = setup.config(cell)
+        operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
+        shapes, _ = _placed(operands, mesh)
+        begin = time.perf_counter()
+        for which, program in lowered(
+            segments(setup.model, Speculation(setup.drafter), cfg), shapes
+        ):
+            compiled = program.compile()
+            host_bytes = compiled.memory_analysis().host_argument_size_in_bytes
+            now = time.perf_counter()
+            programs[which.name] = TpuProgram(compiled, host_bytes, now - begin)
+            begin = now
+    return programs
 
 
 def _placed(operands: Any, mesh: Mesh) -> tuple[Any, int]:  # noqa: ANN401  # any pytree

@@ -23,6 +23,10 @@ __all__ = ["no_races"]
 QUICK = {"xla_backend_optimization_level": 0}
 
 
+def slow_among(names, *slow):
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
+
+
 @functools.partial(jax.jit, compiler_options=QUICK)
 def run_retrieve(*operands):
     return retrieve_api.retrieve(*operands, backend="tpu")
@@ -60,7 +64,7 @@ def test_retrieve(name):
 
 
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.parametrize("name", backup_cases.CASES)
+@pytest.mark.parametrize("name", slow_among(backup_cases.CASES, "glm_small"))
 def test_backup(name):
     inputs = backup_cases.CASES[name]()
     for host, wanted in zip(backup(inputs), backed_up(inputs), strict=True):
@@ -86,7 +90,7 @@ def test_few_in_flight_and_small_chunks(monkeypatch):
         monkeypatch.setattr(module, "CHUNK", 8)
     inputs = retrieve_cases.CASES["moves"]()
     np.testing.assert_array_equal(retrieve(inputs), retrieved(inputs))
-    inputs = backup_cases.CASES["sizes_take_turns"]()
+    inputs = backup_cases.CASES["slots_of_their_own"]()
     for host, wanted in zip(backup(inputs), backed_up(inputs), strict=True):
         np.testing.assert_array_equal(host, wanted)
 
