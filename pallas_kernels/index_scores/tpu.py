@@ -98,6 +98,12 @@ def index_scores(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * queries.size * positions,
+            bytes_accessed=sum(each.size * each.dtype.itemsize for each in operands)
+            + 4 * visible.size * positions,
+            transcendentals=0,
+        ),
         interpret=tpu_interpret(),
         name="index_scores",
     )

@@ -127,20 +127,38 @@ def sparse_attention(
     tuning = tuning or Tuning()
     requests, count, heads, width = query.shape
     plan = _plan(slots, width, offset, row_format, value_width, scale)
-    queries = requests * count
     block = min(tuning.block, -(-location.shape[2] // TURN) * TURN)
     missing = -location.shape[2] % block
     ids = jnp.pad(location, ((0, 0), (0, 0), (0, missing)), constant_values=NO_SLOT)
-    ids = ids.reshape(-1, 1, block)
-    blocks = ids.shape[0] // queries
-    live = (ids >= 0).sum(axis=(1, 2), dtype=jnp.int32)
-    planes = to_planes(query.reshape(queries, heads, width), plan.parts)
-    value_lanes = sum(part.per_word * part.lanes for part in plan.value_parts)
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    values, lse = _attended(
+        to_planes(query.reshape(requests * count, heads, width), plan.parts),
+        lines_view(slots) if plan.record else slots,
+        ids.reshape(-1, 1, block),
+        sinks[:, None],
+        plan,
+    )
+    values = from_planes(values, plan.value_parts)[..., :value_width]
+    shape = requests, count, heads
+    return values.reshape(*shape, value_width), lse.reshape(shape)
 
+
+def _attended(
+    planes: Float[Array, "queries H lanes"],
+    pool: Int[Array, "..."],
+    ids: Int[Array, "blocks 1 block"],
+    sinks: Float[Array, "H 1"],
+    plan: Plan,
+) -> tuple[Float[Array, "queries H values"], Float[Array, "queries 1 H"]]:
+    """Values as planes, and log-sum-exp, of queries as planes; `ids` are cut into blocks."""
+    queries, heads, lanes = planes.shape
+    total, _, block = ids.shape
+    blocks = total // queries
+    live = (ids >= 0).sum(axis=(1, 2), dtype=jnp.int32)
+    value_lanes = sum(part.per_word * part.lanes for part in plan.value_parts)
     of_ids = lambda space, ahead: pl.BlockSpec(
         (None, 1, block),
-        lambda q, b, _: (jnp.minimum(q * blocks + b + ahead, queries * blocks - 1), 0, 0),
+        lambda q, b, _: (jnp.minimum(q * blocks + b + ahead, total - 1), 0, 0),
         memory_space=space,
     )
     of_query = lambda *sizes: pl.BlockSpec((None, *sizes), lambda q, b, _: (q, 0, 0))
@@ -154,34 +172,38 @@ def sparse_attention(
                 of_ids(pltpu.SMEM, 1),
                 of_ids(pltpu.VMEM, 0),
                 pl.BlockSpec((heads, 1), lambda q, b, _: (0, 0)),
-                of_query(heads, planes.shape[2]),
+                of_query(heads, lanes),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=(of_query(heads, value_lanes), of_query(1, heads)),
-            scratch_shapes=[
-                pltpu.VMEM((2, plan.shape[0], block, plan.shape[1]), jnp.int32),
-                pltpu.VMEM((heads, 1), jnp.float32),
-                pltpu.VMEM((heads, 1), jnp.float32),
-                pltpu.VMEM((heads, value_lanes), jnp.float32),
-                pltpu.SemaphoreType.DMA((2,)),
-            ],
+            scratch_shapes=_scratch(block, heads, value_lanes, plan),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((queries, heads, value_lanes), query.dtype),
+            jax.ShapeDtypeStruct((queries, heads, value_lanes), planes.dtype),
             jax.ShapeDtypeStruct((queries, 1, heads), jnp.float32),
         ),
+        # Slots are in bounds by contract, and to check each of them takes three times as long as
+        # to start its copy.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
         ),
+        cost_estimate=_cost(ids.size, planes, value_lanes, plan),
         interpret=tpu_interpret(),
         name="sparse_attention",
     )
-    values, lse = call(
-        live, ids, ids, ids, sinks[:, None], planes, lines_view(slots) if plan.record else slots
-    )
-    values = from_planes(values, plan.value_parts)[..., :value_width]
-    shape = requests, count, heads
-    return values.reshape(*shape, value_width), lse.reshape(shape)
+    return call(live, ids, ids, ids, sinks, planes, pool)
+
+
+def _scratch(block: int, heads: int, value_lanes: int, plan: Plan) -> list[Any]:
+    """Two buffers of rows; maximum, sum and values so far; a semaphore for each buffer."""
+    lines, words = plan.shape
+    return [
+        pltpu.VMEM((2, lines, block, words), jnp.int32),
+        pltpu.VMEM((heads, 1), jnp.float32),
+        pltpu.VMEM((heads, 1), jnp.float32),
+        pltpu.VMEM((heads, value_lanes), jnp.float32),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
 
 
 def _plan(
@@ -211,6 +233,20 @@ def _plan(
         parts=whole,
         value_parts=[part for part in values if part.count],
         scale=scale,
+    )
+
+
+def _cost(
+    rows: int, planes: Float[Array, "queries H lanes"], value_lanes: int, plan: Plan
+) -> pl.CostEstimate:
+    """What XLA should know of the kernel, to place other work beside it."""
+    queries, heads, lanes = planes.shape
+    lines, words = plan.shape
+    results = queries * heads * (lanes + value_lanes) * planes.dtype.itemsize
+    return pl.CostEstimate(
+        flops=2 * rows * heads * (lanes + value_lanes),
+        bytes_accessed=4 * rows * lines * words + results,
+        transcendentals=rows * heads,
     )
 
 

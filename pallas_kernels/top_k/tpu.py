@@ -46,6 +46,9 @@ ROWS = 8
 STEP = 32
 """Chunks of 128 positions that a turn of a sweep compares; each is a register."""
 
+SWEEPS = 32
+"""Of all keys, at most, unless there are ties: each halves the range of 32-bit integers."""
+
 HIGHEST = 0x7F800001
 """One more than the key of infinity."""
 
@@ -89,6 +92,11 @@ def top_k(scores: Float[Array, "R T C"], k: int) -> Int[Array, "R T K"]:
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=_vmem_bytes(positions, k),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * SWEEPS * scores.size,
+            bytes_accessed=4 * (scores.size + rows * k),
+            transcendentals=0,
         ),
         interpret=tpu_interpret(),
         name="top_k",
