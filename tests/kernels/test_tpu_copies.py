@@ -1,4 +1,4 @@
-"""`retrieve` and `backup` on a TPU: all cases; interpreted, with races detected, where there is none."""
+"""`retrieve` and `backup` on a TPU, all cases; where there is none, interpreted, races detected."""
 
 import functools
 
