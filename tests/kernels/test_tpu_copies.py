@@ -16,7 +16,15 @@ from pallas_kernels.retrieve import api as retrieve_api
 from pallas_kernels.retrieve import cases as retrieve_cases
 from pallas_kernels.retrieve import tpu as retrieve_tpu
 from tests.support.copies import backed_up, retrieved
-from tests.support.tpu import ON_TPU, no_races, only_interpreted, tiled, tiled_host, words_in
+from tests.support.tpu import (
+    ON_TPU,
+    no_races,
+    only_interpreted,
+    races,
+    tiled,
+    tiled_host,
+    words_in,
+)
 
 __all__ = ["no_races"]
 
@@ -102,6 +110,15 @@ def test_a_copy_that_nobody_waits_for_has_not_happened(monkeypatch):
     monkeypatch.setattr(retrieve_tpu, "wait_all", lambda *_: None)
     inputs = retrieve_cases.CASES["nothing_skipped"]()
     assert (retrieve(inputs) != retrieved(inputs)).any()
+
+
+@only_interpreted
+def test_a_race_is_noticed_in_whichever_kernel():
+    fetch_into_what_is_moved = retrieve_cases.chosen([1, 2], [5, 6], ([5, 6], [7, 8]))
+    with races() as detectors:
+        retrieve(fetch_into_what_is_moved)
+        retrieve(retrieve_cases.CASES["one"]())
+    assert [detector.races_found for detector in detectors] == [True, False]
 
 
 @pytest.mark.parametrize(

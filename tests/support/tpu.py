@@ -1,5 +1,7 @@
 """TPU kernels in interpret mode, and compiled for TPUs that are not there."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +35,28 @@ ON_TPU = jax.default_backend() == "tpu"
 only_interpreted = pytest.mark.skipif(ON_TPU, reason="only the interpreter looks")
 
 
+@contextlib.contextmanager
+def races():
+    """One detector for every interpreted kernel of the body; what one left behind is gone.
+
+    The interpreter makes a new one for each kernel, under no public name (jax 0.10.2, 0.11.2).
+    """
+    detectors, make = [], interpret_pallas_call.RaceDetectionState
+
+    def remember(**sizes):
+        detectors.append(make(**sizes))
+        return detectors[-1]
+
+    pltpu.reset_tpu_interpret_mode_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpret_pallas_call, "RaceDetectionState", remember)
+        yield detectors
+    pltpu.reset_tpu_interpret_mode_state()
+
+
 @pytest.fixture
 def no_races():
-    """The test fails if copies of an interpreted kernel race; what one left behind is gone."""
-    pltpu.reset_tpu_interpret_mode_state()
-    yield
-    # The detector's verdict has no public name (jax 0.10.2, 0.11.2).
-    races = interpret_pallas_call.races
-    found = races is not None and races.races_found
-    pltpu.reset_tpu_interpret_mode_state()
-    assert not found
+    """The test fails if copies of an interpreted kernel race."""
+    with races() as detectors:
+        yield
+    assert not any(detector.races_found for detector in detectors)
