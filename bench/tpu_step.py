@@ -4,8 +4,12 @@ What the compiler says of memory is of the program as it would run: how much of 
 updated in place, and whether any of them is copied.
 """
 
+import contextlib
+import math
 import os
 import time
+from collections.abc import Generator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bench.shard_cells import Cell, abstract_operands
 from bench.shard_segments import lowered, segments
 from bench.shard_setup import Setup
+from dhisparse_jax.engine.output import packed_steps
 from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES
 from dhisparse_jax.step import Speculation
 from pallas_kernels.common.interpret import ahead_of_time
@@ -61,17 +66,40 @@ def compile_for_tpu(function: Any, operands: Any, topology: str) -> TpuProgram: 
     begin = time.perf_counter()
     mesh = one_device(topology)
     shapes, pool_bytes = _placed(operands, mesh)
-    with ahead_of_time(TOPOLOGIES[topology]):
+    with ahead_of_time(TOPOLOGIES[topology]), _not_kept():
         lowered = function.trace(*shapes).lower(lowering_platforms=("tpu",))
         compiled = lowered.compile()
     return TpuProgram(compiled, pool_bytes, time.perf_counter() - begin)
+
+
+@contextlib.contextmanager
+def _not_kept() -> Generator[None, None, None]:
+    """No program goes into JAX's persistent cache: without a TPU, none can be read from there."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def compile_whole_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
+    """Compile a decode step as one program, as an engine dispatches it."""
+    with ahead_of_time(TOPOLOGIES[topology]):
+        cfg = setup.config(cell)
+        params, *others = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
+    weights, form = jax.tree.flatten(params)
+    step = partial(packed_steps, 1, setup.model, Speculation(setup.drafter), cfg, form)
+    program = jax.jit(step, donate_argnums=(3, 4))
+    return compile_for_tpu(program, (weights, *others), topology)
 
 
 def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> dict[str, TpuProgram]:
     """Compile the programs that a decode step is dispatched as (`shard_segments`), by name."""
     programs: dict[str, TpuProgram] = {}
     mesh = one_device(topology)
-    with ahead_of_time(TOPOLOGIES[topology]):
+    with ahead_of_time(TOPOLOGIES[topology]), _not_kept():
         cfg = setup.config(cell)
         operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
         shapes, _ = _placed(operands, mesh)

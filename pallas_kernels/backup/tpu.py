@@ -28,21 +28,21 @@ from pallas_kernels.common.tpu_records import CHUNK, chunks, copy_record, in_hbm
 
 
 def backup(
-    hosts: Sequence[Int[Array, "_ lines 128"]],
-    slots: Sequence[Int[Array, "_ lines 128"]],
+    hosts: Sequence[Int[Array, "_ _ 128"]],
+    slots: Sequence[Int[Array, "_ _ 128"]],
     rows: Int[Array, " n"],
     sources: Int[Array, "pools n"],
-) -> tuple[Int[Array, "_ lines 128"], ...]:
+) -> tuple[Int[Array, "_ _ 128"], ...]:
     """See `api.backup`."""
     return launched(functools.partial(_launch, rows), hosts, slots, sources)
 
 
 def _launch(
     rows: Int[Array, " n"],
-    hosts: Sequence[Int[Array, "_ lines 128"]],
-    slots: Sequence[Int[Array, "_ lines 128"]],
+    hosts: Sequence[Int[Array, "_ _ 128"]],
+    slots: Sequence[Int[Array, "_ _ 128"]],
     sources: Int[Array, "pools n"],
-) -> tuple[Int[Array, "_ lines 128"], ...]:
+) -> tuple[Int[Array, "_ _ 128"], ...]:
     """One kernel for all of the pools."""
     arrays, slots_of = shared_operands(slots)
     sizes = sorted({words_of_record(host) for host in hosts})

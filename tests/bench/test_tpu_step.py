@@ -8,7 +8,12 @@ import pytest
 
 from bench.shard_cells import Cell
 from bench.shard_setup import abstract_setup
-from bench.tpu_step import TOPOLOGIES, compile_for_tpu, compile_tpu_step
+from bench.tpu_step import (
+    TOPOLOGIES,
+    compile_for_tpu,
+    compile_tpu_step,
+    compile_whole_step,
+)
 from dhisparse_jax.config import Policy
 from dhisparse_jax.pytree import state
 from pallas_kernels.backup.api import backup
@@ -85,11 +90,16 @@ def test_a_copied_pool_is_noticed(topology):
 
 
 @pytest.mark.slow
-def test_a_decode_step_copies_no_host_pool(topology):
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_decode_step_copies_no_host_pool(topology, whole):
+    """As one program, as an engine dispatches it, and as the decode benchmark's programs."""
     setup = abstract_setup(
         "tiny", layers=None, context=512, room=64, draft="none", requests=2, traces=1
     )
     cell = Cell(name="tpu", policy=Policy.ADAPTIVE, draft="none", requests=2, hot_rows=64)
+    if whole:
+        check_no_copy(compile_whole_step(setup, cell, topology))
+        return
     programs = compile_tpu_step(setup, cell, topology).values()
     with_pools = [program for program in programs if program.pool_bytes]
     assert len(with_pools) >= 2

@@ -13,6 +13,7 @@ from dhisparse_jax.engine.events import NewTokens, StepDone, StepMetrics
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import host_sharding
+from pallas_kernels.backup import launch
 from pallas_kernels.backup.api import backup
 from pallas_kernels.retrieve.api import retrieve
 from pallas_kernels.retrieve.types import Fetches, Moves
