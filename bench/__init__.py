@@ -7,7 +7,6 @@ Commands
     concurrency   how many requests run at once in the same memory, at the same time per token
     engine        what the engine costs beside the device's own steps
     decode_gpu    one decode GPU of a deployment: policies and drafts on GLM-5.3 at real shapes
-    fp8_variants  tilings of products with fp8 matrices, at GLM-5.3's shapes
     speculation   drafts and draft lengths against the load, on the bundled model
     kernels       every operation against its floor
     tune          variants of the kernels that have a choice, each checked before it is timed

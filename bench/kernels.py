@@ -24,7 +24,6 @@ from rich.table import Table
 
 from bench.ops import (
     backup,
-    fp8_products,
     index_scores,
     plan,
     retrieve,
@@ -47,7 +46,6 @@ OPERATIONS: dict[str, Any] = {
     "index_scores": index_scores,
     "top_k": top_k,
     "sparse_attention": sparse_attention,
-    "fp8_products": fp8_products,
     "retrieve_attend": retrieve_attend,
 }
 

@@ -16,8 +16,6 @@ from bench.stages import scopes_of
 from dhisparse_jax.hierarchy.state import HOST_LEAVES, host_sharding
 from dhisparse_jax.step import Speculation
 
-WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1_000_000}
-
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -25,40 +23,31 @@ class Program(NamedTuple):
     """A compiled step.
 
     Attributes:
-        step: its programs, launched as recorded graphs.
-        profiled: the same, launched kernel by kernel: in a graph, a profile does not say whose
-            kernel it is. None unless asked for.
+        step: its programs.
         scopes: of the instructions of each, by its name; see `stages.scopes_of`.
         seconds: that compiling took, tracing included.
     """
 
     step: Segments
-    profiled: Segments | None
     scopes: dict[str, dict[str, str]]
     seconds: float
 
 
-def compile_step(setup: Setup, cell: Cell, compilers: Executor, *, profiled: bool) -> Program:
+def compile_step(setup: Setup, cell: Cell, compilers: Executor) -> Program:
     """Compile the programs of a cell's step, from shapes, side by side."""
     begin = time.perf_counter()
     cfg = setup.config(cell)
     operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
     step = segments(setup.model, Speculation(setup.drafter), cfg)
-    options: list[Any] = [None, WITHOUT_GRAPHS] if profiled else [None]
     with _ONE_AT_A_TIME:  # Python; compilers of several programs may work at once
-        compiling = [
-            [(place, compilers.submit(program.compile, option)) for option in options]
-            for place, program in lowered(step, _placed(operands))
-        ]
-    first, *others = (
-        {place: future.result() for place, future in variant}
-        for variant in zip(*compiling, strict=True)
-    )
-    made = [compiled(step, programs) for programs in (first, *others)]
+        compiling = {
+            which: compilers.submit(program.compile)
+            for which, program in lowered(step, _placed(operands))
+        }
+    made = {which: future.result() for which, future in compiling.items()}
     return Program(
-        step=made[0],
-        profiled=made[1] if profiled else None,
-        scopes={place.name: scopes_of(each.as_text() or "") for place, each in first.items()},
+        step=compiled(step, made),
+        scopes={which.name: scopes_of(program.as_text() or "") for which, program in made.items()},
         seconds=time.perf_counter() - begin,
     )
 

@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from bench.shard_products import activated, along_last, wide_product
+from bench.shard_products import activated, along_last, times_each, wide_product
 from bench.shard_weights import Mlp, Moe, mixed
 from dhisparse_jax.configs.glm import GlmConfig
-from pallas_kernels.common.backends import Backend
-from pallas_kernels.fp8_products.api import fp8_products
-from pallas_kernels.fp8_products.triton import MOST_ROWS
 
 SPREAD = 5.5
 """Standard deviations above its mean load for which an expert has room."""
@@ -43,14 +40,10 @@ def uniform_picks(
 
 
 def expert_room(pairs: int, experts: int) -> int:
-    """Rows for each expert: more than `SPREAD` standard deviations of its load above the mean.
-
-    A power of two, as far as the kernel needs one.
-    """
+    """Rows for each expert: more than `SPREAD` standard deviations of its load above the mean."""
     mean = pairs / experts
     most = min(pairs, math.ceil(mean + SPREAD * math.sqrt(mean)))
-    room = -(-most // ROOM_UNIT) * ROOM_UNIT
-    return 1 << (room - 1).bit_length() if room <= MOST_ROWS else room
+    return -(-most // ROOM_UNIT) * ROOM_UNIT
 
 
 def run_experts(
@@ -58,7 +51,6 @@ def run_experts(
     x: Float[Array, "n D"],
     expert: Int[Array, "n picks"],
     weight: Float[Array, "n picks"],
-    backend: Backend,
 ) -> Float[Array, "n D"]:
     """The weighted sum of the picked experts' outputs.
 
@@ -74,8 +66,7 @@ def run_experts(
     token = jnp.arange(flat.shape[0], dtype=jnp.int32) // picks
     source = jnp.zeros(count * room, jnp.int32).at[place].set(token, mode="drop")
     rows = _gathered(x, source).reshape(count, room, -1)
-    run = lambda x, matrix: fp8_products(x, matrix.numbers, matrix.scale, backend=backend)
-    done = run(activated(run(rows, experts.gate_up)), experts.down)
+    done = times_each(activated(times_each(rows, experts.gate_up)), experts.down)
     found = _gathered(done.reshape(count * room, -1), jnp.minimum(place, count * room - 1))
     factor = jnp.where(rank < room, weight.reshape(-1), 0.0)
     found = (found.astype(jnp.float32) * factor[:, None]).reshape(*expert.shape, -1)

@@ -34,7 +34,6 @@ from dhisparse_jax.models.glm.norms import normalised
 from dhisparse_jax.models.glm.rope import rotate, rotate_first
 from dhisparse_jax.models.history import in_basis
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.backends import Backend
 from pallas_kernels.common.ids import NO_SLOT
 
 CERTAIN = 1e9
@@ -75,13 +74,11 @@ class ShardModel:
     Attributes:
         config: sizes of the whole model.
         experts: routed experts per layer on this GPU.
-        expert_backend: implementation of `fp8_products` that runs them.
         dtype: of the computation.
     """
 
     config: GlmConfig
     experts: int
-    expert_backend: Backend = "reference"
     dtype: str = "bfloat16"
 
     @property
@@ -165,9 +162,7 @@ class ShardModel:
             expert = jnp.where(replay.on, drawn, expert % self.experts)
         with jax.named_scope("experts"):
             flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
-            routed = run_experts(
-                mlp.experts, flat(x), flat(expert), flat(weight), self.expert_backend
-            )
+            routed = run_experts(mlp.experts, flat(x), flat(expert), flat(weight))
         return shared + routed.reshape(x.shape)
 
 

@@ -13,7 +13,6 @@ from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_compile import Program
 from bench.shard_figures import figures_of, reached
 from bench.shard_load import Loaded
-from bench.shard_segments import Segments
 from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
 from bench.stages import Spent, by_stage, profiled
 from dhisparse_jax.config import HierarchyConfig
@@ -73,7 +72,7 @@ class _Stepper:
         device = SingleDeviceSharding(jax.devices()[0])
         self.state = state
         self.outputs: list[StepOutput] = []
-        self.step: Segments = program.step
+        self._step = program.step
         self._params = loaded.params, loaded.draft_params
         self._profile = jax.device_put(no_profile(cfg), device)
         self._free = deque(jax.device_put(places(cfg, 1), device))
@@ -83,7 +82,7 @@ class _Stepper:
         begin, pending = time.perf_counter(), deque()
         for _ in range(count):
             place = self._free.popleft()
-            self.state, out = self.step(*self._params, self._profile, self.state, place)
+            self.state, out = self._step(*self._params, self._profile, self.state, place)
             pending.append(out)
             if len(pending) > 1:
                 self._read(pending.popleft())
@@ -113,10 +112,7 @@ def run_cell(
     halves = [count for count in (plan.steps - plan.steps // 2, plan.steps // 2) if count]
     seconds = [stepper.advance(count) for count in halves]
     timed = stepper.outputs[plan.warm :]
-    kernels: Spent = {}
-    if program.profiled is not None:
-        stepper.step = program.profiled
-        kernels = profiled(lambda: stepper.advance(plan.profiled))
+    kernels = profiled(lambda: stepper.advance(plan.profiled)) if plan.profiled else {}
     figures: dict[str, Any] = {
         "requests": cell.requests,
         "context": common.history,
@@ -150,8 +146,8 @@ def top_kernels(kernels: Spent, steps: int, count: int = 25) -> list[list[Any]]:
     """The kernels that take longest: program, name, milliseconds and calls per step."""
     order = sorted(kernels.items(), key=lambda item: -item[1][0])[:count]
     return [
-        [program, name[:60], 1e3 * spent / steps, calls / steps]
-        for (program, name), (spent, calls) in order
+        [kernel.program, kernel.name[:60], 1e3 * spent / steps, calls / steps]
+        for kernel, (spent, calls) in order
     ]
 
 

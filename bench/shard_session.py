@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,6 @@ from bench.shard_state import host_pools, patterns
 from bench.shard_weights import random_weights
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import Rates
-from pallas_kernels.common.backends import Backend
 
 SPARE_TRACES = 16
 """At least so many different texts are replayed."""
@@ -40,7 +39,6 @@ class Asked:
         plan: how long each cell runs.
         layers: only so many; None: all.
         gpus: that share the experts.
-        expert_backend: implementation of `fp8_products`.
         survival: acceptance profile of the drafts.
         device_bytes: of device memory.
         host_bytes: of pinned memory.
@@ -53,7 +51,6 @@ class Asked:
     plan: Plan
     layers: int | None
     gpus: int
-    expert_backend: Backend
     survival: tuple[float, ...]
     device_bytes: float
     host_bytes: float
@@ -74,7 +71,6 @@ class Asked:
             requests=requests,
             traces=max(SPARE_TRACES, *self.loads),
             gpus=self.gpus,
-            expert_backend=self.expert_backend,
             host_pages=self.host_requests * (self.capacity // HOST_PAGE),
         )
 
@@ -97,13 +93,11 @@ class Planned(NamedTuple):
         load: requests that there are; those beyond `cell.requests` wait.
         cell: as large as memory lets it be.
         setup: its shapes.
-        profiled: whether its stages are timed, too: at the first load.
     """
 
     load: int
     cell: Cell
     setup: Setup
-    profiled: bool
 
 
 def draft_of(name: str) -> str:
@@ -113,22 +107,14 @@ def draft_of(name: str) -> str:
 
 
 def planned(asked: Asked) -> list[Planned]:
-    """All cells at all loads: those of one draft together, then those of one load."""
+    """All cells at all loads: one load after the other, those of one draft together."""
     found = [
         (draft_of(name), _sized(name, asked.setup(draft_of(name), load), load, asked), load)
         for load in asked.loads
         for name in asked.cells
     ]
-    order = sorted(found, key=lambda each: (each[0] != "none", each[0]))
-    return [
-        Planned(
-            load=load,
-            cell=cell,
-            setup=asked.setup(draft, cell.requests),
-            profiled=asked.plan.profiled > 0 and load == asked.loads[0],
-        )
-        for draft, cell, load in order
-    ]
+    order = sorted(found, key=lambda each: (asked.loads.index(each[2]), each[0] != "none", each[0]))
+    return [Planned(load, cell, asked.setup(draft, cell.requests)) for draft, cell, load in order]
 
 
 def _sized(name: str, setup: Setup, load: int, asked: Asked) -> Cell:
@@ -139,29 +125,47 @@ def _sized(name: str, setup: Setup, load: int, asked: Asked) -> Cell:
 
 
 class Session:
-    """Weights, host pools and programs of all cells, in memory.
+    """Weights and host pools of all cells, in memory.
 
     Attributes:
-        seconds: that making them took.
+        seconds: that making them took, and the programs of each load.
     """
 
     def __init__(self, asked: Asked, cells: list[Planned], jobs: int, rates: Rates) -> None:
-        """Compile while weights and pools are made: autotuning needs memory too."""
-        self._asked, self._cells = asked, cells
+        """Compile for the first load while weights and pools are made."""
+        self._asked, self._cells, self._jobs = asked, cells, jobs
         self.seconds: dict[str, float] = {}
         first = cells[0]
-        with ThreadPoolExecutor(len(cells)) as pool, ThreadPoolExecutor(jobs) as compilers:
-            compiling = _compiling(cells, pool, compilers)
-            base = first.setup.config(first.cell)
+        base = first.setup.config(first.cell)
+        with self._compiling(first.load) as programs:
             self._common = Common(patterns(base), asked.context, asked.plan, rates)
             with self._timed("host pools"):
                 self._hosts = host_pools(base, self._common.patterns)
             with self._timed("weights"):
                 self._weights = random_weights(first.setup.params.weights)
                 jax.block_until_ready(self._weights)
-            with self._timed("waiting for programs"):
-                self._programs = {cell: future.result() for cell, future in compiling.items()}
+        self._programs = {first.load: programs}
         self._loaded: dict[tuple[str, int], Loaded] = {}
+
+    @contextlib.contextmanager
+    def _compiling(self, load: int) -> Generator[dict[Cell, Program], None, None]:
+        """The programs of a load; they are there when the body and their compilers are done.
+
+        Of one load at a time: compilers time kernels, which those of another load would disturb.
+        """
+        made: dict[Cell, Program] = {}
+        unique = {each.cell: each.setup for each in self._cells if each.load == load}
+        with (
+            self._timed(f"programs for {load}"),
+            ThreadPoolExecutor(self._jobs) as compilers,
+            ThreadPoolExecutor(len(unique)) as pool,
+        ):
+            compiling = {
+                cell: pool.submit(compile_step, setup, cell, compilers)
+                for cell, setup in unique.items()
+            }
+            yield made
+            made |= {cell: future.result() for cell, future in compiling.items()}
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Generator[None, None, None]:
@@ -173,6 +177,10 @@ class Session:
         """Every cell and its figures; what is the same cell at two loads runs once."""
         chosen, done = self._chosen(), dict[Cell, dict[str, Any]]()
         for each in self._cells:
+            if each.load not in self._programs:
+                with self._compiling(each.load) as programs:
+                    pass
+                self._programs = {each.load: programs}
             if each.cell not in done:
                 done[each.cell] = self._run(each, chosen)
             yield each, done[each.cell]
@@ -184,7 +192,7 @@ class Session:
             self._loaded[key] = load(
                 each.setup, self._weights, chosen, self._asked.context, self._asked.survival
             )
-        program = self._programs.pop(each.cell)
+        program = self._programs[each.load].pop(each.cell)
         ran = run_cell(self._loaded[key], each.cell, program, self._hosts, self._common)
         self._hosts = ran.hosts
         return ran.figures
@@ -192,13 +200,3 @@ class Session:
     def _chosen(self) -> Int[np.ndarray, "traces rows K"]:
         traces, _, k = self._cells[0].setup.params.replay.selections.shape
         return selections(traces, k=k, history=self._asked.context, rows=self._asked.room + 8)
-
-
-def _compiling(
-    cells: list[Planned], pool: Executor, compilers: Executor
-) -> dict[Cell, Future[Program]]:
-    unique = {each.cell: each for each in reversed(cells)}
-    return {
-        cell: pool.submit(compile_step, each.setup, cell, compilers, profiled=each.profiled)
-        for cell, each in unique.items()
-    }

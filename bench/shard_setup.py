@@ -19,7 +19,6 @@ from dhisparse_jax.models.draft.drafter import drafter_of
 from dhisparse_jax.models.draft.glm_drafts import draft_config
 from dhisparse_jax.models.glm.decode import geometry_of
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
-from pallas_kernels.common.backends import Backend
 
 HOST_PAGE = 16
 
@@ -99,7 +98,6 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
     requests: int,
     traces: int,
     gpus: int = 8,
-    expert_backend: Backend = "reference",
     host_pages: int | None = None,
 ) -> Setup:
     """Shapes of everything for one draft; nothing is allocated.
@@ -110,7 +108,6 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
     model = ShardModel(
         config=config,
         experts=max(1, config.num_experts // gpus),
-        expert_backend=expert_backend,
     )
     weights = abstract_weights(config, model.experts)
     inner, draft_weights = drafter_for(draft, config, weights, model.dtype)

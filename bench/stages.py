@@ -10,6 +10,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -64,20 +65,35 @@ def scopes_of(text: str) -> dict[str, str]:
     return found
 
 
-def stage_of(kernel: str, scopes: Mapping[str, str]) -> str:
+class Kernel(NamedTuple):
+    """A kernel in a profile.
+
+    Attributes:
+        program: name of the jitted function that launched it, if the profile says so.
+        name: its own.
+        instruction: the one that it computes, as `scopes_of` has it; a library's kernel is not
+            called after it.
+    """
+
+    program: str
+    name: str
+    instruction: str
+
+
+def stage_of(kernel: Kernel, scopes: Mapping[str, str]) -> str:
     """Stage of a kernel of a program with these scopes."""
     for start, stage in KERNELS.items():
-        if start in kernel:
+        if start in kernel.name:
             return stage
-    words = scopes.get(kernel, "").split("/")
+    words = scopes.get(kernel.instruction, scopes.get(kernel.name, "")).split("/")
     if "propose" in words or "draft" in words:
         return "draft"
     known = [SCOPES[word] for word in words if word in SCOPES]
     return known[-1] if known else "other"
 
 
-Spent = Mapping[tuple[str, str], tuple[float, int]]
-"""GPU seconds and calls of every kernel, by its program and its name."""
+Spent = Mapping[Kernel, tuple[float, int]]
+"""GPU seconds and calls of every kernel."""
 
 
 def profiled(run: Callable[[], object]) -> Spent:
@@ -90,8 +106,8 @@ def profiled(run: Callable[[], object]) -> Spent:
 
 
 def _kernels(path: Path) -> Spent:
-    total: dict[tuple[str, str], float] = defaultdict(float)
-    calls: dict[tuple[str, str], int] = defaultdict(int)
+    total: dict[Kernel, float] = defaultdict(float)
+    calls: dict[Kernel, int] = defaultdict(int)
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -99,20 +115,22 @@ def _kernels(path: Path) -> Spent:
             if not line.name.startswith("Stream"):
                 continue  # sums of what the streams have
             for event in line.events:
-                key = _program(dict(event.stats)), event.name
+                key = _kernel(event.name, dict(event.stats))
                 total[key] += event.duration_ns / 1e9
                 calls[key] += 1
     return {key: (seconds, calls[key]) for key, seconds in total.items()}
 
 
-def _program(stats: Mapping[str, object]) -> str:
-    """Name of the jitted function that launched a kernel: jit_group_3(17) is group_3."""
-    return str(stats.get("hlo_module", "")).removeprefix("jit_").partition("(")[0]
+def _kernel(name: str, stats: Mapping[str, object]) -> Kernel:
+    """With `hlo_module` jit_group_3(17), the program is group_3."""
+    program, instruction = (str(stats.get(key, "")) for key in ("hlo_module", "hlo_op"))
+    program = program.removeprefix("jit_").partition("(")[0]
+    return Kernel(program, name, re.sub(r"\W", "_", instruction))
 
 
 def by_stage(kernels: Spent, scopes: Mapping[str, Mapping[str, str]]) -> dict[str, float]:
     """Seconds by stage; scopes by program."""
     stages: dict[str, float] = defaultdict(float)
-    for (program, name), (seconds, _) in kernels.items():
-        stages[stage_of(name, scopes.get(program, {}))] += seconds
+    for kernel, (seconds, _) in kernels.items():
+        stages[stage_of(kernel, scopes.get(kernel.program, {}))] += seconds
     return dict(stages)

@@ -46,46 +46,35 @@ class Gpu:
     speeds: Mapping[str, Speed]
 
 
-_PRODUCTS = Speed(0.53)
-"""fp8 matrices times few bfloat16 rows, by XLA: 32 experts of GLM-5.3, whose floor is 281 us, take
-485 us with 8 rows each and 571 us with 32."""
-
-_BFLOAT16 = Speed(0.8)
-"""bfloat16 matrices times few rows: assumed."""
-
 H200 = Gpu(
     device_bytes=0.95 * 139 * 2**30,
     rates=Rates(hbm=4.15e12, link=54.5e9, flops=693e12),
     speeds=MappingProxyType(
         {
-            "experts": _PRODUCTS,
-            # Assumed to be as fast as the experts, being the same kind of product.
-            "attention weights": _PRODUCTS,
-            "shared expert": _PRODUCTS,
-            "dense layers": _PRODUCTS,
-            "indexer": _PRODUCTS,
-            "router": _BFLOAT16,
-            "head": _BFLOAT16,
-            # index_scores 16_requests_T1_fp8 and T8_fp8: 68 and 210 us, floors 52 and 151.
-            "index": Speed(0.74),
-            # top_k: 100 us for 128 rows of 100,000, 40 us for two short ones.
-            "top-K": Speed(call_us=40, token_us=0.47),
-            # plan 16_requests_T1 and T8: 28 and 45 us.
-            "plan": Speed(call_us=26, token_us=0.15),
-            # sparse_attention 128_requests_T8_fp8: 1,017 us, floor 421; 16_requests_T1: 48 us,
-            # nearly all of which is not the floor's 10.
-            "attend": Speed(0.43, call_us=40),
-            # retrieve 2688B_16MB: 389 us, floor 309; 656B_8: 9 us, all of it latency.
-            "retrieve": Speed(0.80, call_us=8),
-            # Assumed: bfloat16 products, and some 150 small kernels of 1.75 us.
-            "draft": Speed(0.7, call_us=260),
-            # Assumed: some 20 small kernels in a layer (norms, rotations, routing, appending), of
-            # 1.75 us: a step of 400 kernels that the device gets as one graph takes 0.7 ms.
-            "rest": Speed(call_us=35),
+            # fp8 matrices times bfloat16 rows, by XLA. A layer's experts take 330 us with the 4
+            # rows that 16 tokens of 8 GPUs give each, 429 us with 32; their floor is 291.
+            "experts": Speed(0.885, token_us=0.75),
+            "attention weights": Speed(0.62, token_us=0.5),
+            "shared expert": Speed(0.55, token_us=0.17),
+            "dense layers": Speed(0.7),
+            "indexer": Speed(0.8, call_us=9, token_us=0.03),
+            "router": Speed(0.8, call_us=6, token_us=0.02),
+            "head": Speed(1.0),
+            "index": Speed(0.8, call_us=5),
+            "top-K": Speed(call_us=75, token_us=0.17),
+            # 20 us for 4,096 slots of a request, 90 for 28,000.
+            "plan": Speed(call_us=30, token_us=0.28),
+            "attend": Speed(0.45, call_us=20),
+            "retrieve": Speed(0.95, call_us=8),
+            "draft": Speed(0.7, call_us=100),
+            # Appending, adapting, backup, copies, and the gaps between some 4,000 kernels that are
+            # launched one by one: 11.7 to 13.9 ms of a step.
+            "rest": Speed(call_us=155),
         }
     ),
 )
-"""NVIDIA H200. What is measured is in bench/results/h200/kernels.json, or says what was."""
+"""NVIDIA H200; measured by `python -m bench.decode_gpu` at 16 requests of GLM-5.3: the five cells in
+bench/results/h200/decode_gpu.json, whose steps these speeds say within 4 %."""
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({"h200": H200})
 """By the name that commands take."""

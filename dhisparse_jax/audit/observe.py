@@ -20,6 +20,7 @@ from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran, ServedModel
+from dhisparse_jax.precision import full_precision
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.verify import forward
 from pallas_kernels.common.ids import NO_SLOT
@@ -82,7 +83,7 @@ class Subject:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         observed = partial(observed_forward, engine.model, engine.cfg)
-        self._forward = jax.jit(observed, donate_argnums=1)
+        self._forward = jax.jit(full_precision(observed), donate_argnums=1)
 
     def step(self, block: Int[np.ndarray, "R T"], accepted: Int[np.ndarray, " R"]) -> Outcome:
         """Run T tokens of every request, and commit the first `accepted` of each."""

@@ -19,6 +19,7 @@ from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import Beside, Params, ServedModel, layers_of, places_of
+from dhisparse_jax.precision import full_precision
 from dhisparse_jax.prefill import OpenPrompt, Prompt
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler, choose
@@ -78,13 +79,13 @@ class Compiled:
         # The oldest chunk is overwritten by the newest, which may hold a single token.
         self.tap_rows = min(room, (-(-window // chunk) + 1) * chunk)
         step = partial(packed_steps, steps, model, speculation, cfg, form)
-        self.step = jax.jit(step, donate_argnums=(3, 4))
-        self.forward = jax.jit(partial(forward, model, cfg), donate_argnums=1)
+        self.step = jax.jit(full_precision(step), donate_argnums=(3, 4))
+        self.forward = jax.jit(full_precision(partial(forward, model, cfg)), donate_argnums=1)
         self.finish = jax.jit(lambda state, n: finish_step(state, cfg, n), donate_argnums=0)
         self.embed = jax.jit(partial(_embed, model, len(drafter.taps), self.tap_rows))
-        self.logits = jax.jit(partial(_logits, model, chunk))
+        self.logits = jax.jit(full_precision(partial(_logits, model, chunk)))
         self.prefill = jax.jit(
-            partial(_prefill_chunk, model, cfg, chunk, drafter.taps),
+            full_precision(partial(_prefill_chunk, model, cfg, chunk, drafter.taps)),
             static_argnums=1,
             donate_argnums=(2, 3),
         )
@@ -97,9 +98,10 @@ class Compiled:
             static_argnums=1,
             donate_argnums=0,
         )
-        self.first_token = jax.jit(partial(_first_token, model))
-        self.draft_step = jax.jit(partial(_draft_step, model, drafter))
-        self.draft_prompt = jax.jit(partial(_draft_prompt, drafter, chunk), donate_argnums=1)
+        self.first_token = jax.jit(full_precision(partial(_first_token, model)))
+        self.draft_step = jax.jit(full_precision(partial(_draft_step, model, drafter)))
+        draft_prompt = full_precision(partial(_draft_prompt, drafter, chunk))
+        self.draft_prompt = jax.jit(draft_prompt, donate_argnums=1)
         self.draft_reset = jax.jit(lambda *args: drafter.reset(*args), donate_argnums=0)
         self.capture = jax.jit(partial(_capture, cfg), static_argnums=1)
         self.draft_row = jax.jit(lambda *args: _take_row(*args))

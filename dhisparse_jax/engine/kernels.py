@@ -14,7 +14,6 @@ from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.step import finish_step
 from pallas_kernels.common.backends import Decision, decisions
-from pallas_kernels.fp8_products.api import fp8_products
 
 LATENT, ROTATED, HEADS, TOP_K = 512, 64, 64, 2048
 INDEX_WIDTH, INDEX_HEADS = 128, 32
@@ -66,22 +65,10 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
         state = close_group(group, cfg, 0)
         return finish_step(state, cfg, jnp.ones_like(state.length))
 
-    matrices = [jax.ShapeDtypeStruct(*each) for each in _expert_shapes(dtype)]
     with decisions() as found:
         jax.jit(step).trace(init(cfg), index, shape(width), shape(HEADS, width))
-        # Not the function itself: what is traced already decides nothing.
-        jax.jit(lambda *operands: fp8_products(*operands)).trace(*matrices)
     # Where an operation is made of others, these decide once more: what comes first counts.
     return {decision.operation: decision for decision in reversed(found)}
-
-
-def _expert_shapes(dtype: DTypeLike) -> list[tuple[tuple[int, ...], DTypeLike]]:
-    """Rows of a few experts of GLM-5.x, and their matrices as they are stored, in fp8."""
-    return [
-        ((8, 16, 6144), dtype),
-        ((8, 2048, 6144), jnp.float8_e4m3fn),
-        ((8, 2048), jnp.float32),
-    ]
 
 
 def _geometry(stored: str) -> Geometry:

@@ -172,7 +172,8 @@ def predicted_seconds(
     """
     floors = stage_seconds(work, rates)
     pools, layers = len(config.groups), config.num_layers
-    calls = dict.fromkeys(("plan", "top-K", "index", "retrieve"), pools)
+    calls = dict.fromkeys(("plan", "top-K", "index", "indexer", "retrieve"), pools)
+    calls |= dict.fromkeys(("attention weights", "shared expert", "experts", "router"), layers)
     calls |= {"attend": layers, "rest": layers, "draft": 1}
     tokens = load.requests * load.queries
     found = {}

@@ -23,6 +23,7 @@ from dhisparse_jax.models.glm.attend import (
 )
 from dhisparse_jax.models.glm.model import GlmBlock, GlmModel
 from dhisparse_jax.models.glm.moe import MoeMlp
+from dhisparse_jax.precision import full_precision
 
 Mode = Literal["dense", "sparse", "window"]
 
@@ -223,6 +224,7 @@ def forward(
 
 
 @partial(jax.jit, static_argnums=(0, 3))
+@full_precision
 def served_logits(
     graph: nnx.GraphDef[GlmModel],
     params: Params,

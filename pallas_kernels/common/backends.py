@@ -22,7 +22,6 @@ GPU_KERNELS: dict[str, Backend] = {
     "top_k": "triton",
     "sparse_attention": "mosaic",
     "retrieve_attend": "mosaic",
-    "fp8_products": "triton",
 }
 """The GPU kernel of each operation; there is one. Only `index_scores` has another one, for float32,
 in which the matrix units do not multiply."""

@@ -14,6 +14,7 @@ from bench.replayed import accepted_proposals, followed, selections, survival_fo
 from bench.script import Script
 from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_experts import expert_room, run_experts, uniform_picks
+from bench.shard_figures import reached
 from bench.shard_load import draft_of, replay_arrays
 from bench.shard_memory import account, fitted
 from bench.shard_model import ShardParams
@@ -23,6 +24,7 @@ from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
 from bench.shard_weights import abstract_weights, random_like, random_weights
 from bench.simulator import Simulator
+from bench.stages import Kernel, by_stage
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
@@ -143,6 +145,26 @@ SWEEP = [
 ]
 
 
+def test_shares_of_floors():
+    floors = {"experts": 9.0, "attend": 1.0, "retrieve": 4.0, "head": 2.0, "index": 1.0}
+    stages = {"experts": 10.0, "attend": 2.0, "retrieve and attend": 5.0, "retrieve": 1.0}
+    together = reached(floors, {**stages, "head": 0.1})
+    assert together == {"experts": 0.9, "retrieve and attend": 0.5}  # the head's are elsewhere
+    apart = reached(floors, {"attend": 2.0, "retrieve": 5.0})
+    assert apart == {"attend": 0.5, "retrieve": 0.8}
+
+
+def test_stages_of_kernels():
+    scopes = {"group_3": {"gemm_1": "jit(group_3)/experts/dot", "cublas_2": "a/verify/dot"}}
+    spent = {
+        Kernel("group_3", "gemm_1", ""): (1.0, 1),
+        Kernel("end", "gemm_1", ""): (2.0, 1),  # another program's
+        Kernel("group_3", "nvjet", "cublas_2"): (4.0, 1),
+        Kernel("", "retrieve__1", ""): (8.0, 2),
+    }
+    assert by_stage(spent, scopes) == {"experts": 1.0, "other": 2.0, "head": 4.0, "retrieve": 8.0}
+
+
 def test_the_most_within_a_bound():
     asked, fixed, adaptive, _ = bounded(SWEEP, [41.0])
     assert asked["bound"] == "41 ms"
@@ -201,7 +223,7 @@ def test_expert_loads_are_those_of_all_gpus():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "room"), [(1, 16), (16, 16), (64, 64), (128, 64), (256, 128), (392, 160)]
+    ("tokens", "room"), [(1, 16), (16, 16), (64, 48), (128, 64), (256, 112), (392, 160)]
 )
 def test_room_of_experts(tokens, room):
     """16, 64, 128 and 256 tokens: 4, 16, 32 and 64 picks for an expert on average."""
@@ -215,7 +237,7 @@ def test_experts_sum_what_tokens_picked():
     x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
     expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
     weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
-    found = run_experts(experts, x, expert, weight, "reference")
+    found = run_experts(experts, x, expert, weight)
     exact = lambda matrix: np.asarray(
         matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
     )

@@ -52,7 +52,6 @@ def _small(operation, name):
         ("top_k", ""),
         ("sparse_attention", "T8"),
         ("retrieve_attend", "2688B_traces"),
-        ("fp8_products", "16_rows"),
     ],
 )
 def test_small_run_reports_every_case(operation, case, capsys, tmp_path):

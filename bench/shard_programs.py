@@ -1,0 +1,163 @@
+"""The programs of a decode step in pieces: what asks, what runs a group, what settles.
+
+They are the library's functions. A group's program is that of the first pool of its kind: it sees
+the rows of another pool in that pool's place, and where that one's tails lie is a number that it is
+given.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from bench.shard_model import Replay, ShardModel, ShardParams
+from bench.shard_weights import Layer, Weights
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.engine.output import Packed, packed
+from dhisparse_jax.hierarchy.append import query_positions
+from dhisparse_jax.hierarchy.state import HierarchyState, HotPool, PoolState
+from dhisparse_jax.hierarchy.update import with_row
+from dhisparse_jax.pytree import state as pytree
+from dhisparse_jax.speculation.schedule import Profile
+from dhisparse_jax.step import Asked, DecodeState, Speculation, ask, settle
+from dhisparse_jax.verify import decode_group
+
+Place = Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneOfItsKind(HierarchyConfig):
+    """The sizes of a hierarchy, seen from a pool that stands for others.
+
+    Attributes:
+        member: place of the pool meant among those of its hot pool.
+    """
+
+    member: Any
+
+    def hot_pool_of(self, pool: int) -> tuple[int, Any]:
+        """See `HierarchyConfig.hot_pool_of`."""
+        return super().hot_pool_of(pool)[0], self.member
+
+
+@pytree
+class Parts:
+    """What the program of a group changes in place; donate it.
+
+    Attributes:
+        pool: the pool.
+        hot: its hot pool.
+    """
+
+    pool: PoolState
+    hot: HotPool
+
+
+def begin(
+    model: ShardModel,
+    speculation: Speculation,
+    cfg: HierarchyConfig,
+    embedding: Float[Array, "V D"],
+    draft_params: Any,  # noqa: ANN401
+    profile: Profile,
+    state: DecodeState,
+) -> tuple[Asked, Float[Array, "R T D"]]:
+    """Ask, and embed."""
+    asked = ask(speculation, cfg, draft_params, profile, state)
+    with jax.named_scope("embed"):
+        return asked, embedding[asked.block].astype(model.dtype)
+
+
+def group(  # noqa: PLR0913  # what jit binds, and what it is called with
+    model: ShardModel,
+    cfg: HierarchyConfig,
+    stands: int,
+    tapped: bool,
+    layers: tuple[Layer, ...],
+    replay: Replay,
+    where: tuple[Place, Place],
+    x: Float[Array, "R T D"],
+    block: Int[Array, "R T"],
+    live: Int[Array, " R"],
+    rest: HierarchyState,
+    parts: Parts,
+) -> tuple[Float[Array, "R T D"], tuple[Float[Array, "R T D"], ...], Parts, dict[str, Any]]:
+    """The group of pool `where[0]`, which is `where[1]` in its hot pool, as that of `stands`."""
+    pool, member = where
+    sizes = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    view = OneOfItsKind(**sizes, member=member)
+    number, _ = cfg.hot_pool_of(stands)
+    state = dataclasses.replace(
+        _with_rows(rest, lambda leaf: with_row(leaf, stands, leaf[pool])),
+        pools=_alone(parts.pool, stands),
+        hot=_alone(parts.hot, number),
+        active=rest.active & (live > 0),
+    )
+    places = tuple(range(len(layers))) if tapped else ()
+    x, taps, state = decode_group(
+        model,
+        view,
+        _params_of(model, stands, layers, replay, pool),
+        state,
+        stands,
+        x,
+        block,
+        query_positions(state, view),
+        live,
+        places,
+    )
+    back = lambda old, new: with_row(old, pool, new[stands])
+    rows = jax.tree.map(back, _rows(rest), _rows(state))
+    parts = Parts(pool=state.pools[stands], hot=state.hot[number])
+    return x, taps, parts, {**rows, "step": state.step}
+
+
+def _rows(state: HierarchyState) -> dict[str, Any]:
+    """What the group of a pool writes, by rows of pools."""
+    return {name: getattr(state, name) for name in ("benefit", "counts", "selection")}
+
+
+def _with_rows(state: HierarchyState, change: Callable[[Array], Array]) -> HierarchyState:
+    return dataclasses.replace(state, **jax.tree.map(change, _rows(state)))
+
+
+def _alone(one: Any, place: int) -> Any:  # noqa: ANN401
+    """A tuple with one thing at its place, and nothing before."""
+    return (*(None for _ in range(place)), one)
+
+
+def _params_of(
+    model: ShardModel, stands: int, layers: tuple[Layer, ...], replay: Replay, pool: Place
+) -> ShardParams:
+    """The weights of a group in the places of another one's, which follows its traces."""
+    first = model.config.groups[stands][0]
+    nothing: Any = None
+    every = (*(nothing for _ in range(first)), *layers)
+    weights = Weights(embedding=nothing, head=nothing, norm=nothing, layers=every)
+    trace = with_row(replay.trace, stands, replay.trace[pool])
+    return ShardParams(weights=weights, replay=dataclasses.replace(replay, trace=trace))
+
+
+def end(  # noqa: PLR0913  # what jit binds, and what it is called with
+    model: ShardModel,
+    speculation: Speculation,
+    cfg: HierarchyConfig,
+    params: ShardParams,
+    draft_params: Any,  # noqa: ANN401
+    asked: Asked,
+    x: Float[Array, "R T D"],
+    features: tuple[Float[Array, "R T D"], ...],
+    state: DecodeState,
+    place: Packed,
+) -> tuple[DecodeState, Packed]:
+    """Verify, and settle."""
+    with jax.named_scope("verify"):
+        logits = model.logits(params, x)
+        seen = jnp.concatenate([x[..., :0], *features], axis=-1)
+    output, state = settle(
+        speculation, cfg, draft_params, state, asked, logits, seen, state.hierarchy
+    )
+    return state, packed(jax.tree.map(lambda leaf: leaf[None], output))

@@ -1,1 +1,0 @@
-"""Operation `fp8_products`: see `api.py` for the contract."""
