@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from bench.shard_model import Replay, ShardModel, ShardParams
 from bench.shard_weights import Layer, Weights
@@ -38,6 +39,7 @@ class OneOfItsKind(HierarchyConfig):
 
     member: Any
 
+    @override
     def hot_pool_of(self, pool: int) -> tuple[int, Any]:
         """See `HierarchyConfig.hot_pool_of`."""
         return super().hot_pool_of(pool)[0], self.member

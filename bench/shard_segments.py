@@ -117,7 +117,8 @@ class Segments:
         features: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """What `end` takes, but for the place of the output."""
-        outer = dataclasses.replace(params.weights, layers=(), embedding=())
+        nothing: Any = None
+        outer = dataclasses.replace(params.weights, layers=(), embedding=nothing)
         outer = ShardParams(weights=outer, replay=params.replay)
         return outer, draft_params, asked, x, features, state
 

@@ -73,8 +73,8 @@ H200 = Gpu(
         }
     ),
 )
-"""NVIDIA H200; measured by `python -m bench.decode_gpu` at 16 requests of GLM-5.3: the five cells in
-bench/results/h200/decode_gpu.json, whose steps these speeds say within 4 %."""
+"""NVIDIA H200; measured by `python -m bench.decode_gpu` at 16 requests of GLM-5.3: the five cells
+in bench/results/h200/decode_gpu.json, whose steps these speeds give within 5 %."""
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({"h200": H200})
 """By the name that commands take."""
