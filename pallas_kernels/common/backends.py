@@ -38,7 +38,6 @@ TPU_KERNELS: dict[str, Backend] = {
 TPU_WITHOUT_KERNEL = {
     "plan": "XLA's gathers and sorts of small tables serve on a TPU",
     "retrieve_attend": "one operation after the other on a TPU",
-    "fp8_products": "XLA's products serve on a TPU",
 }
 """Operations that have no TPU kernel on purpose, and why."""
 
