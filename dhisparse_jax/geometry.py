@@ -120,9 +120,8 @@ class RowFormat:
     @property
     def name(self) -> str:
         """The dtype, or "fp8" or "fp4"."""
-        if isinstance(self.dtype, str):
-            return self.dtype
-        return FP8 if self.dtype.numbers == "e4m3" else FP4
+        numbers = self.dtype if isinstance(self.dtype, str) else self.dtype.numbers
+        return {"e4m3": FP8, "e2m1": FP4}.get(numbers, numbers)
 
     @property
     def parts(self) -> int:
@@ -206,8 +205,9 @@ class Geometry:
         index_power_scales: whether the scales of SCALED_KEYS are powers of two.
         rates: positions per record of each pool; empty: 1. DeepSeek-V4: 4 each; V4.1: 2, 2, 2, 1.
         kept: what else the layers of each pool keep; empty: nothing.
-        candidates: what the first selection from each pool leaves to the others, which are all
-            records where it is None; empty: None.
+        candidates: what the first selection from each pool leaves to others; None or empty: all.
+        group_layers: how many layers run with each pool; empty: those that share it.
+        feature_width: numbers that a drafter reads of a layer; None: the whole residual stream.
     """
 
     row: RowFormat
@@ -220,6 +220,8 @@ class Geometry:
     rates: tuple[int, ...] = ()
     kept: tuple[tuple[Kept, ...], ...] = ()
     candidates: tuple[Candidates | None, ...] = ()
+    group_layers: tuple[int, ...] = ()
+    feature_width: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse groups without layers, and selections of nothing."""

@@ -31,8 +31,11 @@ class OpenFn(Protocol[Opened]):
         ...
 
 
-Taps = tuple[Float[Array, "R T D"], ...]
-"""Residual streams after some layers of a group."""
+Taps = tuple[Float[Array, "R T width"], ...]
+"""What drafters read of some layers of a group.
+
+Where there is one residual stream, that stream after the layer. The mean of several after the layer
+in DeepSeek-V4; in V4.1 before its attention."""
 
 AttendFn = Callable[
     [Opened, int, Float[Array, "R E width"] | None, Float[Array, "R T H width"]],
@@ -67,7 +70,7 @@ class Ran(Generic[Opened]):
 
     Attributes:
         x: the residual stream after it.
-        taps: the same after each tapped layer.
+        taps: what there is to read of each tapped layer.
         opened: the group.
         kept: what its layers keep now.
     """
@@ -131,16 +134,25 @@ class ServedModel(Protocol):
         ...
 
 
+def layers_per_group(geometry: Geometry) -> tuple[int, ...]:
+    """How many layers run with each pool, in order: all of them, not only those with rows in it.
+
+    DeepSeek-V4-Flash: 4, then 19 times 2, then 1.
+    """
+    return geometry.group_layers or geometry.layers_per_pool
+
+
 def places_of(geometry: Geometry, pool: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     """Places in group `pool` of those of `layers` that lie in it, ascending.
 
     With groups of 1, 1 and 4 layers, layers 5, 1 and 2 have places 0 and 3 in group 2.
     """
-    first = sum(geometry.layers_per_pool[:pool])
-    count = geometry.layers_per_pool[pool]
+    sizes = layers_per_group(geometry)
+    first, count = sum(sizes[:pool]), sizes[pool]
     return tuple(sorted(layer - first for layer in layers if first <= layer < first + count))
 
 
 def layers_of(geometry: Geometry, pool: int, places: tuple[int, ...]) -> tuple[int, ...]:
     """Numbers of the layers at these places of group `pool`: the reverse of `places_of`."""
-    return tuple(sum(geometry.layers_per_pool[:pool]) + place for place in places)
+    first = sum(layers_per_group(geometry)[:pool])
+    return tuple(first + place for place in places)

@@ -21,12 +21,11 @@ from dhisparse_jax.hierarchy import layout, requests
 from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.heads import attend_slots
 from dhisparse_jax.hierarchy.retrieve import Attended
-from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, best
+from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, choose
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import KeptLeaves
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.record_layout import placed_words
-from pallas_kernels.index_scores.api import index_scores
 
 
 @pytree
@@ -159,8 +158,7 @@ def _selected(
         end = start + 1 + jnp.arange(index.queries.shape[1], dtype=jnp.int32)[None]
         visible = layout.complete(cfg, pool, end)
         one = jax.tree.map(lambda every: every[None], prompt.keys)
-        scores = index_scores(index.queries, index.weights, one, visible)
-        found = best(cfg.geometry, pool, scores, visible, blocks)
+        found = choose(cfg.geometry, pool, index, one, visible, blocks)
     return OpenPrompt(prompt=prompt, start=start, selection=found.records, blocks=found.blocks)
 
 

@@ -43,17 +43,17 @@ def forward(
         live: int32 how many queries of each request count, 0..T; None: all. The others fetch
             nothing, and their logits mean nothing. A request without any is not touched: it may be
             one whose prompt is still being prefilled.
-        taps: layers, from 0, whose residual stream a drafter reads.
+        taps: layers, from 0, that a drafter reads.
 
     Returns:
-        Logits, the residual streams after the tapped layers side by side, and the hierarchy.
+        Logits, what is read of the tapped layers side by side, and the hierarchy.
     """
     positions, active = query_positions(state, cfg), state.active
     if live is not None:
         state = dataclasses.replace(state, active=active & (live > 0))
     with jax.named_scope("embed"):
         x = model.embed(params, tokens)
-    tapped: dict[int, Float[Array, "R T D"]] = {}
+    tapped: dict[int, Float[Array, "R T width"]] = {}
     for pool in range(cfg.pools):
         places = places_of(cfg.geometry, pool, taps)
         with jax.named_scope(f"group_{pool}"):

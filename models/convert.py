@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from dhisparse_jax.configs.deepseek_v4 import V4Config
+from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models import chat
+from dhisparse_jax.models.attached.load import attached_tensors, load_attached, save_attached
 from dhisparse_jax.models.checkpoint import (
     CONVERSION_FILE,
     OWN_WEIGHTS,
@@ -69,11 +72,19 @@ def convert(
     config, model, unused = load_hf(
         source, dtype=dtype, stored_experts=stored_experts, place=_on_host
     )
-    flat = flatten(params_of(model))
+    flat, drafted = flatten(params_of(model)), None
+    if drafts := set(attached_tensors(source, unused)):
+        unused = tuple(name for name in unused if name not in drafts)
+        assert isinstance(config, V4Config | V41Config)  # others have none
+        drafted = load_attached(
+            source, config, dtype, stored_experts=stored_experts, place=_on_host
+        )
     partial = target.with_name(target.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was interrupted
     try:
         save_weights(partial / OWN_WEIGHTS, flat, file_bytes=_DATA_FILE_BYTES)
+        if drafted is not None:
+            save_attached(partial, *drafted, _DATA_FILE_BYTES)
         for name in TEXT_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
@@ -82,8 +93,9 @@ def convert(
         partial.rename(target)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or target}: {error.strerror}") from error
-    size = sum(array.nbytes for array in flat.values())
-    return Converted(len(flat), size, config.expert_format, unused)
+    arrays = [*flat.values(), *(flatten(params_of(drafted.model)).values() if drafted else ())]
+    size = sum(array.nbytes for array in arrays)
+    return Converted(len(arrays), size, config.expert_format, unused)
 
 
 def _on_host(name: str, shape: tuple[int, ...]) -> Sharding:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from dhisparse_jax.models.params import (
     unflatten,
 )
 from dhisparse_jax.models.published import DEFAULT_BLOCK, Published, weight_block
-from dhisparse_jax.models.stream import load_arrays, on_first_device
+from dhisparse_jax.models.stream import Pieces, load_arrays, on_first_device
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
@@ -72,11 +72,13 @@ def load_hf(
     tensors = find_tensors(directory, config, block, mtp_layers)
     for entry, names in family_of(config).stored(config).items():
         if stored_experts or entry != EXPERTS:
-            own: dict[str, Any] = {entry: _stored_format(names, tensors)}
+            own: dict[str, Any] = {entry: stored_format(names, tensors)}
             config = dataclasses.replace(config, **own)
     dtype = jnp.dtype(dtype or config.param_dtype)
     derived = family_of(config).derived(config, directory)
-    params = _load_params(config, tensors, derived, dtype, place)
+    like = abstract_params(config)
+    pieces = family_of(config).pieces(config, flatten(like))
+    params = load_params(like, pieces, tensors, derived, dtype, place)
     return Loaded(config, build_model(config, params, dtype), tensors.unused)
 
 
@@ -139,7 +141,7 @@ def _is_mtp(name: str, num_layers: int, mtp_layers: int) -> bool:
     return name.startswith("mtp.") or 0 <= behind < mtp_layers
 
 
-def _stored_format(names: Sequence[str], tensors: Published) -> str:
+def stored_format(names: Sequence[str], tensors: Published) -> str:
     """The name of the format that all these tensors have.
 
     Raises:
@@ -157,13 +159,28 @@ def _stored_format(names: Sequence[str], tensors: Published) -> str:
     return name_of(formats[first]) if first in formats else FLOAT
 
 
-def _load_params(
-    config: AnyConfig, tensors: Published, derived: Flat, dtype: jnp.dtype, place: Place
+def load_params(
+    nested: Nested,
+    pieces: Mapping[str, Pieces],
+    tensors: Published,
+    derived: Flat,
+    dtype: jnp.dtype,
+    place: Place,
 ) -> Nested:
-    """The nested weights. Those that are dequantised get the compute dtype, which loses least."""
-    nested = abstract_params(config)
+    """The nested weights. Those that are dequantised get the compute dtype, which loses least.
+
+    Args:
+        nested: their shapes and dtypes.
+        pieces: what each is made of, by flat names, but for `derived`.
+        tensors: where they are.
+        derived: arrays that are in no tensor, by flat names.
+        dtype: of the computation.
+        place: where each array goes, from its flat name and shape.
+
+    Raises:
+        UserError: a tensor cannot be read.
+    """
     like = flatten(nested)
-    pieces = family_of(config).pieces(config, like)
     for name, parts in pieces.items():
         if any(part.name in tensors.quantised and not part.stored for part in parts):
             like[name] = jax.ShapeDtypeStruct(like[name].shape, dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
+from dhisparse_jax.models.attached.load import attached_tensors
 from dhisparse_jax.models.checkpoint import CONVERSION_FILE, OWN_WEIGHTS, load_checkpoint
 from dhisparse_jax.models.families import served
 from dhisparse_jax.models.hf import load_hf
@@ -29,6 +30,7 @@ class LoadedModel:
         context: most positions, prompt and new tokens together.
         eos: token ids that end a text.
         unused: names of tensors of a published checkpoint that the model has no use for.
+        drafts: names of tensors of a published checkpoint that are of the drafter attached to it.
     """
 
     name: str
@@ -39,6 +41,7 @@ class LoadedModel:
     context: int
     eos: tuple[int, ...]
     unused: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ()
 
 
 def load(
@@ -71,9 +74,10 @@ def load(
         )
     compute = jnp.dtype(dtype)
     if (directory / OWN_WEIGHTS).is_dir():
-        (config, model), unused = load_checkpoint(directory, dtype=compute), ()
+        (config, model), unused, drafts = load_checkpoint(directory, dtype=compute), (), ()
     else:
         config, model, unused = load_hf(directory, dtype=compute, stored_experts=stored_experts)
+        drafts = attached_tensors(directory, unused)
     tokenizer, ends = _text(directory, config)
     functions, params = served(model, dtype, kv_format, index_format)
     return LoadedModel(
@@ -84,7 +88,8 @@ def load(
         tokenizer=tokenizer,
         context=config.context,
         eos=ends,
-        unused=unused,
+        unused=tuple(name for name in unused if name not in set(drafts)),
+        drafts=drafts,
     )
 
 

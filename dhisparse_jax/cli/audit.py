@@ -136,7 +136,7 @@ def prepare(
     from dhisparse_jax.cli.session import encode, load_model
     from dhisparse_jax.engine.request import Request
 
-    loaded = load_model(options.model, options.dtype, options.formats)
+    loaded = load_model(options.model, options.dtype, options.formats, draft=options.draft.name)
     if not prompts:
         geometry = loaded.model.geometry
         enough = SELECTIONS * geometry.top_k * geometry.whole

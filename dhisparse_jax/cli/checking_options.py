@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 
 from dhisparse_jax.cli.checks import count
-from dhisparse_jax.cli.options import BUNDLED_DRAFT, HIERARCHY, OUTPUT, SPECULATION
+from dhisparse_jax.cli.options import (
+    ATTACHED_DRAFT,
+    BUNDLED_DRAFT,
+    HIERARCHY,
+    OUTPUT,
+    SPECULATION,
+)
 
 Json = Annotated[
     Path | None,
@@ -42,7 +48,8 @@ Draft = Annotated[
         "--draft",
         metavar="none|dflash|dflash2|dspark|DIR",
         help="A small model that proposes tokens. none: for E2 and E3 one that knows the texts and "
-        f"sometimes errs. Default: {BUNDLED_DRAFT} for tiny, none for other models.",
+        f"sometimes errs. Default: {BUNDLED_DRAFT} for tiny, {ATTACHED_DRAFT} where the checkpoint "
+        "has one, else none.",
         rich_help_panel=SPECULATION,
     ),
 ]

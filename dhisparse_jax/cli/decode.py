@@ -158,7 +158,7 @@ def prepare(
     """Load the model, encode the prompts, and make an engine that they fit into."""
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
-    loaded = load_model(options.model, options.dtype, options.formats)
+    loaded = load_model(options.model, options.dtype, options.formats, draft=options.draft.name)
     draft = load_draft(options.draft, loaded)
     if not prompts:
         prompts = default_prompts(longest_prompt(loaded, options.max_new_tokens))

@@ -22,6 +22,7 @@ OUTPUT = "Output"
 BUNDLED_MODEL = "tiny"
 NO_DRAFT = "none"
 BUNDLED_DRAFT = "dflash2"
+ATTACHED_DRAFT = "dspark"
 MOST_AT_ONCE = 8
 
 
@@ -86,12 +87,22 @@ class DraftOptions:
     def of(cls, model: str, name: str | None, length: str | None) -> "DraftOptions":
         """From the options; `length` is a number or AUTO.
 
-        Without a name, the bundled model gets the bundled draft, and others none.
+        Without a name, the bundled model gets the bundled draft, others what their checkpoint has
+        attached, and none where that is nothing.
         """
         auto = length == AUTO
         if name is None:
-            name = BUNDLED_DRAFT if model == BUNDLED_MODEL else NO_DRAFT
+            name = BUNDLED_DRAFT if model == BUNDLED_MODEL else _attached(model)
         return cls(name, None if length is None or auto else int(length), auto)
+
+
+def _attached(model: str) -> str:
+    """The draft in the folder of a checkpoint."""
+    if not Path(model).is_dir():
+        return NO_DRAFT  # that there is no such model is said where it is loaded
+    from dhisparse_jax.models.attached.load import is_attached
+
+    return ATTACHED_DRAFT if is_attached(Path(model)) else NO_DRAFT
 
 
 Model = Annotated[
@@ -183,9 +194,10 @@ Draft = Annotated[
         "--draft",
         metavar="none|dflash|dflash2|dspark|DIR",
         help="A small model that proposes tokens, which the model verifies together: a bundled "
-        "one, or the folder of a checkpoint made for this model. Greedy tokens are the same with "
-        f"every draft, sampled ones have the same distribution. Default: {BUNDLED_DRAFT} for "
-        "tiny, none for other models.",
+        "one, or the folder of a checkpoint made for this model. Of DeepSeek-V4 and V4.1, "
+        f"{ATTACHED_DRAFT} is the one in the model's own checkpoint. Greedy tokens are the same "
+        "with every draft, sampled ones have the same distribution. Default: "
+        f"{BUNDLED_DRAFT} for tiny, {ATTACHED_DRAFT} where the checkpoint has one, else none.",
         rich_help_panel=SPECULATION,
     ),
 ]

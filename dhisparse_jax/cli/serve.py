@@ -162,7 +162,7 @@ def prepare(
     from dhisparse_jax.engine.pace import Limits
     from dhisparse_jax.engine.replay import Arrival
 
-    loaded = load_model(options.model, options.dtype, options.formats)
+    loaded = load_model(options.model, options.dtype, options.formats, draft=options.draft.name)
     bound = None if options.tpot_ms is None else options.tpot_ms / 1e3
     asked = options.draft
     if bound is not None and asked.name != opt.NO_DRAFT:

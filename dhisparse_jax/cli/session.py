@@ -9,6 +9,7 @@ import typer
 
 from dhisparse_jax.cli.format_options import FormatOptions
 from dhisparse_jax.cli.options import (
+    ATTACHED_DRAFT,
     MOST_AT_ONCE,
     NO_DRAFT,
     DraftOptions,
@@ -48,8 +49,13 @@ def load_model(
     dtype: DtypeName = DtypeName.FLOAT32,
     formats: FormatOptions = AS_STORED,
     experts: ExpertsName = ExpertsName.STORED,
+    draft: str = NO_DRAFT,
 ) -> "LoadedModel":
-    """Load `tiny` or a checkpoint folder. Raises UserError where there is none that works."""
+    """Load `tiny` or a checkpoint folder; `draft` is named that will be loaded for it.
+
+    Raises:
+        UserError: there is none that works.
+    """
     from dhisparse_jax.models import registry
 
     loaded = registry.load(
@@ -59,8 +65,8 @@ def load_model(
         kv_format=formats.rows and formats.rows.value,
         index_format=formats.keys and formats.keys.value,
     )
-    if loaded.unused:
-        count = len(loaded.unused)
+    count = len(loaded.unused) + (len(loaded.drafts) if draft != ATTACHED_DRAFT else 0)
+    if count:
         typer.echo(f"{name}: {count} tensors are of parts of the model that are not used", err=True)
     return loaded
 

@@ -36,14 +36,14 @@ class Hidden:
     Attributes:
         now: after the last finished group; position p is in row p - origin. P rows, the capacity in
             whole chunks.
-        taps: after each tapped layer, of the newest positions: position p is in row (p - origin)
-            mod Q, where Q is a number of whole chunks.
+        taps: what a drafter reads of each tapped layer, of the newest positions: position p is in
+            row (p - origin) mod Q, where Q is a number of whole chunks.
         tokens: int32 token ids, in the rows of `now`.
         origin: first position that is computed; those before are shared, maybe some after it too.
     """
 
     now: Float[Array, "P D"]
-    taps: Float[Array, "taps Q D"]
+    taps: Float[Array, "taps Q width"]
     tokens: Int[Array, " P"]
     origin: Int[Array, ""]
 
@@ -144,7 +144,7 @@ def _embed(
 ) -> Hidden:
     """A prompt from position `origin` on, before the first group."""
     x = model.embed(params, tokens[None])[0]
-    tapped = jnp.zeros((taps, tap_rows, x.shape[1]), x.dtype)
+    tapped = jnp.zeros((taps, tap_rows, model.geometry.feature_width or x.shape[1]), x.dtype)
     return Hidden(now=x, taps=tapped, tokens=tokens, origin=origin)
 
 
@@ -152,8 +152,7 @@ def _logits(
     model: ServedModel, chunk: int, params: Params, hidden: Float[Array, "P D"], at: Int[Array, ""]
 ) -> Float[Array, "chunk V"]:
     """Logits of the `chunk` positions from `at` on."""
-    piece = lax.dynamic_slice_in_dim(hidden, at, chunk)
-    return model.logits(params, piece[None])[0]
+    return model.logits(params, lax.dynamic_slice_in_dim(hidden, at, chunk)[None])[0]
 
 
 def _first_token(
@@ -186,9 +185,8 @@ def _draft_step(
     """What the drafter does in a step, by itself; embeddings stand in for the target's features."""
     proposal = drafter.propose(draft_params, state, texts.anchor, length, texts.sampler)
     x = model.embed(params, jnp.concatenate((texts.anchor[:, None], proposal.tokens), axis=1))
-    features = jnp.concatenate([x] * len(drafter.taps), axis=-1)
-    count = jnp.full_like(length, x.shape[1])
-    return drafter.commit(draft_params, state, features, length, count)
+    features = jnp.tile(x[..., : model.geometry.feature_width], len(drafter.taps))
+    return drafter.commit(draft_params, state, features, length, jnp.full_like(length, x.shape[1]))
 
 
 def _draft_prompt(  # noqa: PLR0913  # what jit binds, and what it is called with
@@ -197,7 +195,7 @@ def _draft_prompt(  # noqa: PLR0913  # what jit binds, and what it is called wit
     params: Params,
     state: DraftState,
     row: Int[Array, ""],
-    taps: Float[Array, "taps Q D"],
+    taps: Float[Array, "taps Q width"],
     origin: Int[Array, ""],
     start: Int[Array, ""],
     length: Int[Array, ""],

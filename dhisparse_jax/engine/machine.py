@@ -146,7 +146,7 @@ class Machine:
         return 0 if window is None else max(0, shared - window)
 
     def _draft_prompt(
-        self, row: int, taps: Float[Array, "taps Q D"], origin: int, length: int
+        self, row: int, taps: Float[Array, "taps Q width"], origin: int, length: int
     ) -> None:
         """Give the drafter what it reads of a prompt: the newest positions, chunk by chunk."""
         where = jnp.int32(row)
@@ -162,7 +162,8 @@ class Machine:
     def draft_nothing(self, row: int, length: int) -> None:
         """The drafter knows nothing of a row's positions; its features of them are zeros."""
         stream = jax.eval_shape(self.model.embed, self.params, np.zeros((1, 1), np.int32))
-        shape = (len(self.drafter.taps), self.compiled.tap_rows, stream.shape[-1])
+        width = self.model.geometry.feature_width or stream.shape[-1]
+        shape = (len(self.drafter.taps), self.compiled.tap_rows, width)
         self._draft_prompt(row, self.commit(np.zeros(shape, stream.dtype)), 0, length)
 
     def join(self, row: int, length: int, pages: Int[Array, " N"] | Int[np.ndarray, " N"]) -> None:

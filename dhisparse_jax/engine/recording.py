@@ -210,6 +210,7 @@ def _config(fields: dict[str, Any]) -> HierarchyConfig:
     geometry["row"] = RowFormat(**row)
     geometry["layers_per_pool"] = tuple(geometry["layers_per_pool"])
     geometry["rates"] = tuple(geometry["rates"])
+    geometry["group_layers"] = tuple(geometry["group_layers"])
     # A model whose layers keep more is not recorded.
     geometry["kept"] = geometry["candidates"] = ()
     typed: dict[str, Any] = {"geometry": Geometry(**geometry), "policy": Policy(fields["policy"])}

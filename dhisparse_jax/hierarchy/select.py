@@ -6,16 +6,23 @@ The index keys never leave the device, so the selection is the same with and wit
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.geometry import Candidates, Geometry
+from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import query_positions
+from dhisparse_jax.hierarchy.candidates import (
+    are_few,
+    best_candidates,
+    candidate_blocks,
+    inside,
+)
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.ids import NO_SLOT, dropping
+from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.index_scores.api import index_scores
+from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.top_k.api import top_k
 
 
@@ -44,14 +51,15 @@ class Selection(NamedTuple):
 
     Attributes:
         records: int32, ascending; NO_SLOT fills up where fewer than K may be selected.
-        blocks: of the records, which the other selections of the group choose from; None: all.
+        blocks: int32 numbers of those blocks of records that the other selections of the group
+            choose from, ascending, then NO_SLOT; None: all.
     """
 
     records: Int[Array, "R T K"]
-    blocks: Bool[Array, "R T B"] | None
+    blocks: Int[Array, "R T N"] | None
 
 
-Blocks = Bool[Array, "R T B"] | None
+Blocks = Int[Array, "R T N"] | None
 """See `Selection.blocks`."""
 
 
@@ -75,18 +83,18 @@ def select(
         sees &= positions - state.length[:, None] < live[:, None]
     visible = jnp.where(sees, layout.complete(cfg, pool, positions + 1), 0)
     keys = state.pools[pool].index_keys
-    scores = index_scores(index.queries, index.weights, keys, visible)
-    found = best(cfg.geometry, pool, scores, visible, blocks)
+    found = choose(cfg.geometry, pool, index, keys, visible, blocks)
     if index.replayed is None:
         return found
     given = sees & (index.replayed[..., 0] != NO_SLOT)
     return found._replace(records=jnp.where(given[..., None], index.replayed, found.records))
 
 
-def best(
+def choose(
     geometry: Geometry,
     pool: int,
-    scores: Float[Array, "R T C"],
+    index: IndexInputs,
+    keys: Keys,
     visible: Int[Array, "R T"],
     blocks: Blocks,
 ) -> Selection:
@@ -95,34 +103,18 @@ def best(
     Args:
         geometry: of the model.
         pool: which pool.
-        scores: float32; -inf where a record is not visible.
+        index: queries and weights.
+        keys: index keys of all records.
         visible: int32, how many records each query sees.
         blocks: those of the group's first selection; None: this is the first.
     """
-    rule = geometry.candidates_of(pool)
-    if rule is not None and blocks is None:
+    rule, given = geometry.candidates_of(pool), (index.queries, index.weights, keys, visible)
+    again = rule is not None and blocks is not None
+    if again and are_few(rule, index.queries.shape[1], keys.shape[1]):
+        return Selection(best_candidates(rule, geometry.top_k, *given, blocks), blocks)
+    scores = index_scores(*given)
+    if again:
+        scores = inside(rule, scores, blocks)
+    elif rule is not None:
         blocks = candidate_blocks(rule, scores, visible)
-    elif rule is not None and blocks is not None:
-        inside = jnp.repeat(blocks, rule.block, axis=-1)[..., : scores.shape[-1]]
-        scores = jnp.where(inside, scores, -jnp.inf)
     return Selection(top_k(scores, geometry.top_k), blocks)
-
-
-def candidate_blocks(
-    rule: Candidates, scores: Float[Array, "R T C"], visible: Int[Array, "R T"]
-) -> Bool[Array, "R T B"]:
-    """The blocks with the best records, ties to the lowest one, and in any case the newest block.
-
-    Source: DeepSeek-V4.1 (two-level selection).
-    """
-    short = -scores.shape[-1] % rule.block
-    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
-    of_block = padded.reshape(*scores.shape[:2], -1, rule.block).max(axis=-1)
-    number = jnp.arange(of_block.shape[-1], dtype=jnp.int32)[None, None]
-    newest = number == (visible[..., None] - 1) // rule.block
-    # Larger than any score of a record, which is a sum of products; NO_SLOT is no newest block.
-    of_block = jnp.where(newest & (visible[..., None] > 0), jnp.finfo(jnp.float32).max, of_block)
-    chosen = top_k(of_block, min(rule.count, number.shape[-1]))
-    row, query = (jnp.arange(size, dtype=jnp.int32) for size in scores.shape[:2])
-    at = row[:, None, None], query[None, :, None], dropping(chosen, number.shape[-1])
-    return jnp.zeros(of_block.shape, jnp.bool_).at[at].set(True, mode="drop")

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.model import Params
+from dhisparse_jax.model import Params, layers_per_group
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler
 
@@ -47,8 +47,8 @@ class Drafter(Protocol):
 
     Attributes:
         length: N, how many tokens it proposes per step.
-        taps: target layers (from 0) after which it reads the residual stream. Features are these
-            hidden states, concatenated in this order.
+        taps: target layers (from 0) that it reads (`model.Taps`). Features are what there is to
+            read of them, concatenated in this order.
         window: how many of the newest committed positions it reads at most; None: all.
         estimates_confidence: whether `Proposal.confidence` says anything.
     """
@@ -172,20 +172,15 @@ NO_DRAFT = Draft(drafter=NoDraft(), params=())
 
 
 def check_draft(drafter: Drafter, cfg: HierarchyConfig) -> None:
-    """Refuse a drafter that reads layers which the target does not have, or has several streams of.
+    """Refuse a drafter that reads layers which the target does not have.
 
     Raises:
         UserError: with the layers.
     """
-    if drafter.taps and cfg.geometry.kept:
-        raise UserError(
-            "the draft reads layers of the target, but those of this model have no single stream; "
-            "use a draft that reads none"
-        )
-    layers = sum(cfg.geometry.layers_per_pool)
+    layers = sum(layers_per_group(cfg.geometry))
     beyond = [layer for layer in drafter.taps if not 0 <= layer < layers]
     if beyond:
         raise UserError(
-            f"the draft reads the target after layer {beyond[0]}, but the target has {layers} "
+            f"the draft reads layer {beyond[0]} of the target, but the target has {layers} "
             f"layers (0 to {layers - 1}); use a draft that was made for this target"
         )

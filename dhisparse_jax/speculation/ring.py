@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.pytree import state as pytree
@@ -23,13 +23,13 @@ class Ring:
     """Keys and values of the newest positions, for every draft layer.
 
     Attributes:
-        keys: normed and rotated keys.
-        values: values.
+        keys: normed and rotated keys; numbers, or the words of rows.
+        values: values; 0 wide where the keys are the values too.
         next: int32 committed positions of each request, the position that is written next.
     """
 
-    keys: Float[Array, "R layers C heads dim"]
-    values: Float[Array, "R layers C heads dim"]
+    keys: Shaped[Array, "R layers C heads dim"]
+    values: Shaped[Array, "R layers C heads value"]
     next: Int[Array, " R"]
 
 
@@ -57,21 +57,28 @@ def ring_capacity(windows: Sequence[int | None], block: int, positions: int | No
 
 
 def init_ring(
-    requests: int, layers: int, capacity: int, heads: int, dim: int, dtype: DTypeLike
+    requests: int,
+    layers: int,
+    capacity: int,
+    heads: int,
+    dim: int,
+    dtype: DTypeLike,
+    *,
+    value_dim: int | None = None,
 ) -> Ring:
-    """A ring of `capacity` slots without any position."""
-    shape = (requests, layers, capacity, heads, dim)
+    """A ring of `capacity` slots without any position; values are as wide as keys by default."""
+    shape = (requests, layers, capacity, heads)
     return Ring(
-        keys=jnp.zeros(shape, dtype),
-        values=jnp.zeros(shape, dtype),
+        keys=jnp.zeros((*shape, dim), dtype),
+        values=jnp.zeros((*shape, dim if value_dim is None else value_dim), dtype),
         next=jnp.zeros(requests, jnp.int32),
     )
 
 
 def write(
     ring: Ring,
-    keys: Float[Array, "R layers X heads dim"],
-    values: Float[Array, "R layers X heads dim"],
+    keys: Shaped[Array, "R layers X heads dim"],
+    values: Shaped[Array, "R layers X heads value"],
     start: Int[Array, " R"],
     count: Int[Array, " R"],
 ) -> Ring:

@@ -74,8 +74,13 @@ class WindowAttention(nnx.Module):
         if self.normalises_heads:
             query = normalised(query.astype(jnp.float32), self.epsilon).astype(self.dtype)
         query = self.rotary.rotate_last(query, positions[..., None])
-        row = self.rotary.rotate_last(self.kv_norm(self.kv(x)), positions)
-        return Projected(query, row, q_lora)
+        return Projected(query, self.row(x, positions), q_lora)
+
+    def row(
+        self, x: Float[Array, "*batch width"], positions: Int[Array, "*batch"]
+    ) -> Float[Array, "*batch head"]:
+        """Key and value of all heads, rotated."""
+        return self.rotary.rotate_last(self.kv_norm(self.kv(x)), positions)
 
     def output(
         self, values: Float[Array, "*batch heads head"], positions: Int[Array, "*batch"]
@@ -87,15 +92,19 @@ class WindowAttention(nnx.Module):
         return self.out_b(latent.reshape(*latent.shape[:-2], -1))
 
 
-class V4Attention(WindowAttention):
+class NormalisedAttention(WindowAttention):
+    """That of DeepSeek-V4, whose queries have one length in all heads."""
+
+    normalises_heads = True
+
+
+class V4Attention(NormalisedAttention):
     """Weights of one layer.
 
     Attributes:
         compressor: makes the layer's entries; None in a "window" layer.
         indexer: chooses among them; None where all are attended to.
     """
-
-    normalises_heads = True
 
     def __init__(self, config: V4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         rate, kind = config.rate(layer), config.layer_kinds[layer]

@@ -14,14 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.configs.deepseek_v4 import V4Config, V4Sizes
-from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import FP8, Geometry, RowFormat
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.deepseek_v4.attention import Projected, V4Attention
 from dhisparse_jax.models.deepseek_v4.compressor import Compressor
-from dhisparse_jax.models.deepseek_v4.hyper import collapsed, connected
+from dhisparse_jax.models.deepseek_v4.hyper import collapsed, connected, mean_stream
 from dhisparse_jax.models.deepseek_v4.indexer import Indexer
 from dhisparse_jax.models.deepseek_v4.model import V4Model
 from dhisparse_jax.models.deepseek_v4.store import (
@@ -89,17 +88,15 @@ class V4Served:
     ) -> Ran[Opened]:
         """All layers of one group; `x` holds the streams side by side.
 
-        Raises:
-            UserError: layers are tapped: they have no single stream that could be read.
+        A drafter reads the mean of the streams after a layer (DeepSeek-V4-Flash-DSpark).
         """
-        if taps:
-            raise UserError("a draft cannot read layers of DeepSeek-V4, which have several streams")
         assert beside is not None  # the geometry says that something is kept
         layers = nnx.merge(self.graph, params).layers
         geometry, group = self.geometry, self.config.groups[pool]
         store = open_store(geometry, kept_by(self.config, geometry.row, group), beside)
         streams = self._streams(x)
         opened: Any = None
+        read: list[Float[Array, "R T width"]] = []
         for number in group:
             block, place = layers[number], Place(number, positions, open_group, attend)
             mixing = block.attention_hyper.mixing(streams)
@@ -109,7 +106,9 @@ class V4Served:
             mixing = block.mlp_hyper.mixing(streams)
             inner = block.mlp_norm(collapsed(streams, mixing.pre))
             streams = connected(streams, block.mlp(inner, beside.tokens), mixing)
-        return Ran(streams.reshape(x.shape), (), opened, store.arrays)
+            if number - group[0] in taps:
+                read.append(mean_stream(streams))
+        return Ran(streams.reshape(x.shape), tuple(read), opened, store.arrays)
 
     def _streams(self, x: Float[Array, "R T D"]) -> Float[Array, "R T streams width"]:
         return x.reshape(*x.shape[:-1], self.config.streams, -1)
@@ -128,6 +127,8 @@ def geometry_of(config: V4Config, dtype: str) -> Geometry:
         scale=config.attention_scale,
         rates=(config.selected_rate,) * len(config.groups),
         kept=tuple(tuple(kept_by(config, row, group).values()) for group in config.groups),
+        group_layers=tuple(map(len, config.groups)),
+        feature_width=config.hidden_size,
     )
 
 

@@ -19,11 +19,12 @@ TOP = {
     "norm.weight": "norm.weight",
     "head.kernel": "head.weight",
 }
-_TOP = TOP | {
+HYPER_HEAD = {
     "hyper_head.fn": "hc_head_fn",
     "hyper_head.base": "hc_head_base",
     "hyper_head.scale": "hc_head_scale",
 }
+_TOP = TOP | HYPER_HEAD
 IN_LAYER = {
     "attention_norm.weight": "attn_norm.weight",
     "mlp_norm.weight": "ffn_norm.weight",
@@ -59,9 +60,9 @@ _IN_LAYER = IN_LAYER | {
     "attention.indexer.compressor.norm.weight": "attn.indexer.compressor.norm.weight",
     "mlp.router.by_token": "ffn.gate.tid2eid",
 }
-_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 _BY_TOKEN, _BIAS = "ffn.gate.tid2eid", "ffn.gate.bias"
-_AS_PUBLISHED = ("ape", "by_token", "q_weight", "k_weight", "table.weight")
+_AS_PUBLISHED = ("ape", "by_token", "q_weight", "k_weight", "table.weight", "markov_w1.weight")
 """Ends of our names of tables, which are no matrices to be turned."""
 
 # What transformers writes differently: the beginning or the end of a name, and DeepSeek's.
@@ -92,14 +93,12 @@ def canonical_v4_name(name: str) -> str:
 
 def published_v4_shapes(config: V4Config) -> dict[str, Shape]:
     """Name and shape of every tensor that the checkpoint of `config` holds, MTP layers apart."""
-    width, streams = config.hidden_size, config.streams
+    width = config.hidden_size
     shapes: dict[str, Shape] = {
         "embed.weight": (config.vocab_size, width),
         "norm.weight": (width,),
         "head.weight": (config.vocab_size, width),
-        "hc_head_fn": (streams, streams * width),
-        "hc_head_base": (streams,),
-        "hc_head_scale": (1,),
+        **hyper_head_shapes(config),
     }
     for layer in range(config.num_layers):
         parts = {
@@ -124,7 +123,7 @@ def v4_expert_names(config: SinceV4) -> list[str]:
         f"layers.{layer}.ffn.experts.{expert}.{matrix}.weight"
         for layer in range(config.num_layers)
         for expert in range(config.num_experts)
-        for matrix in _EXPERT.values()
+        for matrix in EXPERT.values()
     ]
 
 
@@ -135,7 +134,11 @@ def v4_integers(config: V4Config) -> dict[str, int]:
 
 
 def pieces_of(
-    name: str, shape: Shape, top: Mapping[str, str], in_layer: Mapping[str, str]
+    name: str,
+    shape: Shape,
+    top: Mapping[str, str],
+    in_layer: Mapping[str, str],
+    root: str = "layers",
 ) -> Pieces:
     """What one array is made of: most are one tensor.
 
@@ -144,21 +147,22 @@ def pieces_of(
         shape: of our array.
         top: names of whole tensors of the model.
         in_layer: names of whole tensors of a layer.
+        root: what the published names of layers begin with.
     """
     turned = len(shape) == 2 and not name.endswith(_AS_PUBLISHED)
     if name in top:
         return whole_tensor(top[name], shape, transposed=turned and name != "embedding")
     _, layer, rest = name.split(".", 2)
-    prefix = f"layers.{layer}."
+    prefix = f"{root}.{layer}."
     if rest in in_layer:
         return whole_tensor(prefix + in_layer[rest], shape, transposed=turned)
     match rest.split("."):
         case ["attention", "out_a"]:
             return _groups(f"{prefix}attn.wo_a.weight", shape)
         case ["mlp", part]:
-            return stacked_experts(f"{prefix}ffn.experts", _EXPERT, part, shape)
+            return stacked_experts(f"{prefix}ffn.experts", EXPERT, part, shape)
         case ["mlp", "stored", part, kind]:
-            return stored_experts(f"{prefix}ffn.experts", _EXPERT[part], kind, shape)
+            return stored_experts(f"{prefix}ffn.experts", EXPERT[part], kind, shape)
     raise KeyError(name)  # a weight of the model that this table has forgotten
 
 
@@ -168,6 +172,16 @@ def _groups(name: str, shape: Shape) -> Pieces:
     return tuple(
         Piece(name, (group, 0, 0), (rows, columns), first=group * rows) for group in range(groups)
     )
+
+
+def hyper_head_shapes(config: V4Sizes) -> dict[str, Shape]:
+    """The sum of the streams after the last layer."""
+    streams = config.streams
+    return {
+        "hc_head_fn": (streams, streams * config.hidden_size),
+        "hc_head_base": (streams,),
+        "hc_head_scale": (1,),
+    }
 
 
 def layer_shapes(config: V4Sizes) -> dict[str, Shape]:

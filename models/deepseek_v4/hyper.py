@@ -102,6 +102,11 @@ def collapsed(x: Streams, weights: Float[Array, "*batch streams"]) -> Float[Arra
     return jnp.sum(x.astype(jnp.float32) * weights[..., None], axis=-2)
 
 
+def mean_stream(x: Streams) -> Float[Array, "*batch width"]:
+    """The mean of the streams, in their dtype."""
+    return jnp.mean(x.astype(jnp.float32), axis=-2).astype(x.dtype)
+
+
 def connected(
     x: Streams, update: Float[Array, "*batch width"], mixing: Mixing
 ) -> Float[Array, "*batch streams width"]:

@@ -19,13 +19,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.configs.deepseek_v41 import V41Config
-from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import FP4, FP8, Candidates, Geometry, Kept, RowFormat
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.deepseek_v4.attention import Projected
 from dhisparse_jax.models.deepseek_v4.decode import row_format
-from dhisparse_jax.models.deepseek_v4.hyper import Streams, collapsed, connected
+from dhisparse_jax.models.deepseek_v4.hyper import Streams, collapsed, connected, mean_stream
 from dhisparse_jax.models.deepseek_v4.store import NEAR, RAW, Key, Store, open_store
 from dhisparse_jax.models.deepseek_v4.window import Place, attend_window, merged, new_entries
 from dhisparse_jax.models.deepseek_v41.attention import EntrySource, V41Attention
@@ -113,24 +112,22 @@ class V41Served:
     ) -> Ran[Opened]:
         """All layers of one group; see `packed` for `x`.
 
-        Raises:
-            UserError: layers are tapped: they have no single stream that could be read.
+        A drafter reads the mean of the streams that enter a layer's attention (DeepSeek-V4.1).
         """
-        if taps:
-            raise UserError(
-                "a draft cannot read layers of DeepSeek-V4.1, which have several streams"
-            )
         assert beside is not None  # the geometry says that something is kept
         model, geometry = nnx.merge(self.graph, params), self.geometry
         group = self.config.groups[pool]
         store = open_store(geometry, kept_by(self.config, self.dtype, group), beside)
         carried = unpacked(x, self.config.streams)
         opened: Any = None
+        read: list[Float[Array, "R T width"]] = []
         for number in group:
             block, place = model.layers[number], Place(number, positions, open_group, attend)
             if block.engram is not None:
                 words, store = _words(model, place, store)
                 carried = carried._replace(streams=block.engram(carried.streams, words))
+            if number - group[0] in taps:
+                read.append(mean_stream(carried.streams))
             mixing = block.attention_hyper.mixing(carried.streams)
             inner = block.attention_norm(collapsed(*carried))
             update, store, opened = _attention(block.attention, inner, place, store, opened)
@@ -139,7 +136,7 @@ class V41Served:
             inner = block.mlp_norm(collapsed(*carried))
             update = block.mlp(inner, beside.tokens)
             carried = Carried(connected(carried.streams, update, mixing), mixing.pre)
-        return Ran(packed(carried), (), opened, store.arrays)
+        return Ran(packed(carried), tuple(read), opened, store.arrays)
 
 
 def packed(carried: Carried) -> Float[Array, "R T D"]:
@@ -178,6 +175,8 @@ def geometry_of(config: V41Config, dtype: str) -> Geometry:
         rates=tuple(config.rates[source] for source in sources),
         kept=tuple(tuple(kept_by(config, dtype, group).values()) for group in config.groups),
         candidates=tuple(rule if config.candidate_source == source else None for source in sources),
+        group_layers=tuple(map(len, config.groups)),
+        feature_width=config.hidden_size,
     )
 
 

@@ -62,7 +62,7 @@ def parse_v41_config(raw: Mapping[str, Any]) -> V41Config:
         UserError: A missing or wrongly typed entry, or a setting that changes the arithmetic, or
             may do so, and is not implemented.
     """
-    raw = _flat(raw)
+    raw = flat_config(raw)
     fixed = {**FIXED, **_TEMPERATURE}
     refuse_other(raw, fixed)
     named = {**SIZES, **_ENGRAM, **_CANDIDATES, **_LISTS}
@@ -95,8 +95,12 @@ def parse_v41_config(raw: Mapping[str, Any]) -> V41Config:
     )
 
 
-def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of the text part beside those of the whole, which are not its type."""
+def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the text part beside those of the whole, which are not its type.
+
+    Raises:
+        UserError: There is a text part, which is no object.
+    """
     text = raw.get(TEXT, {})
     if not isinstance(text, Mapping):
         raise UserError(f"{TEXT} is {text!r}, expected an object")

@@ -208,11 +208,12 @@ class DraftModel(nnx.Module):
         )
         self.norm = _norm(config, dtype)
         args = {"dtype": dtype, "rngs": rngs}
-        dspark = config.markov
         self.candidate_selector = CandidateSelector(config, **args) if config.selector else None
-        self.markov_head = MarkovHead(config, **args) if dspark else None
-        confident = dspark is not None and dspark.confidence
-        self.confidence_head = ConfidenceHead(config, **args) if confident else None
+        heads = {"dtype": dtype, "param_dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
+        dspark, width = config.markov, config.hidden_size
+        self.markov_head = MarkovHead(dspark, config.vocab_size, width, **heads) if dspark else None
+        confident = dspark if dspark and dspark.confidence else None
+        self.confidence_head = ConfidenceHead(confident, width, **heads) if confident else None
         self.dtype = dtype
 
     def context(self, features: Float[Array, "b s taps"], positions: Int[Array, "b s"]) -> Context:

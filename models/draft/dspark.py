@@ -8,7 +8,7 @@ from flax import nnx
 from jax.nn.initializers import normal
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.models.draft.config import DraftConfig
+from dhisparse_jax.models.draft.config import MarkovConfig
 from dhisparse_jax.models.glm.linear import linear
 
 
@@ -33,16 +33,21 @@ class MarkovHead(nnx.Module):
         joint_proj: Of kind "rnn": state, embedding and row to gate, update and output.
     """
 
-    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        assert config.markov is not None
-        rank, width = config.markov.rank, config.hidden_size
-        param_dtype = jnp.dtype(config.param_dtype)
+    def __init__(
+        self,
+        markov: MarkovConfig,
+        vocabulary: int,
+        width: int,
+        *,
+        dtype: jnp.dtype,
+        param_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
+        rank = markov.rank
         args = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.markov_w1 = Table(config.vocab_size, rank, param_dtype=param_dtype, rngs=rngs)
-        self.markov_w2 = linear(
-            rank, config.vocab_size, kernel_init=nnx.initializers.zeros_init(), **args
-        )
-        gated, rnn = config.markov.kind == "gated", config.markov.kind == "rnn"
+        self.markov_w1 = Table(vocabulary, rank, param_dtype=param_dtype, rngs=rngs)
+        self.markov_w2 = linear(rank, vocabulary, kernel_init=nnx.initializers.zeros_init(), **args)
+        gated, rnn = markov.kind == "gated", markov.kind == "rnn"
         self.gate_proj = linear(width + rank, rank, bias=True, **args) if gated else None
         self.joint_proj = linear(2 * rank + width, 3 * rank, bias=True, **args) if rnn else None
         self.rank = rank
@@ -78,13 +83,20 @@ class MarkovHead(nnx.Module):
 class ConfidenceHead(nnx.Module):
     """The chance that a row's proposal is accepted, given that those before it were."""
 
-    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        assert config.markov is not None
-        self.with_markov = config.markov.confidence_with_markov
-        width = config.hidden_size + (config.markov.rank if self.with_markov else 0)
-        self.proj = linear(
-            width, 1, bias=True, dtype=dtype, param_dtype=jnp.dtype(config.param_dtype), rngs=rngs
-        )
+    def __init__(
+        self,
+        markov: MarkovConfig,
+        width: int,
+        *,
+        dtype: jnp.dtype,
+        param_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        bias: bool = True,
+    ) -> None:
+        self.with_markov = markov.confidence_with_markov
+        fan_in = width + (markov.rank if self.with_markov else 0)
+        args = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.proj = linear(fan_in, 1, bias=bias, **args)
 
     def __call__(
         self, hidden: Float[Array, "*batch d"], embedded: Float[Array, "*batch rank"]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.models.draft.backbone import DraftModel
 from dhisparse_jax.models.draft.config import DraftConfig
 from dhisparse_jax.models.draft.dflash2 import bound_logits, take_candidates
+from dhisparse_jax.models.draft.dspark import ConfidenceHead, MarkovHead
 from dhisparse_jax.sampling import Purpose, Sampler, draw, position_keys
 from dhisparse_jax.speculation.protocol import Proposal
 
@@ -75,7 +76,9 @@ def propose(
         case "dflash2":
             return _walk_candidates(model, config, hidden, raw, anchor, pick)
         case "dspark":
-            return _walk_markov(model, config, hidden, raw, anchor, pick)
+            assert model.markov_head is not None
+            heads = model.markov_head, model.confidence_head
+            return walk_markov(*heads, hidden, bound_logits(raw, config), anchor, pick)
 
 
 def _best_of_rows(raw: Float[Array, "R N vocab"]) -> Proposal:
@@ -120,23 +123,29 @@ def _walk_candidates(
     )
 
 
-def _walk_markov(
-    model: DraftModel,
-    config: DraftConfig,
-    hidden: jax.Array,
-    raw: jax.Array,
-    anchor: jax.Array,
+def walk_markov(
+    head: MarkovHead,
+    confidence: ConfidenceHead | None,
+    hidden: Float[Array, "R N d"],
+    unary: Float[Array, "R N vocab"],
+    anchor: Int[Array, " R"],
     pick: Pick,
 ) -> Proposal:
-    """One token after the other; the confidence of a row knows the tokens before it only."""
-    head, confidence = model.markov_head, model.confidence_head
-    assert head is not None
-    unary = bound_logits(raw, config)
+    """One token after the other; the confidence of a row knows the tokens before it only.
+
+    Args:
+        head: for the logits of a row, from the token before it.
+        confidence: for the chance that it is accepted; None: 1.
+        hidden: what both heads read of every row.
+        unary: float32 logits of every row without the token before it.
+        anchor: int32 token before the first row.
+        pick: from `picker`.
+    """
     previous, state = anchor, head.start(anchor.shape)
     tokens: list[jax.Array] = []
     distributions: list[jax.Array] = []
     chances: list[jax.Array] = []
-    for number in range(raw.shape[1]):
+    for number in range(unary.shape[1]):
         embedded, row = head.embed(previous), hidden[:, number]
         bias, state = head(state, embedded, row)
         if confidence is not None:
@@ -144,11 +153,11 @@ def _walk_markov(
         previous, q = pick(unary[:, number] + bias, number)
         tokens.append(previous)
         distributions.append(q)
-    shape = raw.shape[:2]
-    every = jnp.arange(raw.shape[2], dtype=jnp.int32)
+    shape = unary.shape[:2]
+    every = jnp.arange(unary.shape[2], dtype=jnp.int32)
     return Proposal(
         tokens=jnp.stack(tokens, axis=1),
-        candidates=jnp.broadcast_to(every[None, None], raw.shape),
+        candidates=jnp.broadcast_to(every[None, None], unary.shape),
         probabilities=jnp.stack(distributions, axis=1),
         confidence=jnp.stack(chances, axis=1) if chances else jnp.ones(shape, jnp.float32),
     )

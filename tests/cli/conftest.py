@@ -73,7 +73,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         given.asked |= {"options": options, **sizes}
         return given.engine
 
-    def load_model(name, dtype="float32", formats=AS_STORED, experts="stored"):
+    def load_model(name, dtype="float32", formats=AS_STORED, experts="stored", draft="none"):
         given.asked |= {"model": name, "dtype": dtype, "formats": formats}
         return given.loaded
 

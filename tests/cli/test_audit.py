@@ -122,7 +122,7 @@ def test_a_small_model_without_a_draft_is_proved(run, prompt, monkeypatch, polic
     loaded = SimpleNamespace(
         name="toy", model=model, params=params, tokenizer=tokenizer, context=128, eos=()
     )
-    monkeypatch.setattr(session, "load_model", lambda *_: loaded)
+    monkeypatch.setattr(session, "load_model", lambda *_, **__: loaded)
     texts = prompt("a.txt", b"a text that is longer than a selection"), prompt("b.txt", b"short")
     path = tmp_path / "audit.json"
     files = [word for text in texts for word in ("-p", text)]

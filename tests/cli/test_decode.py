@@ -12,6 +12,7 @@ import pytest
 
 from dhisparse_jax.cli.options import DraftOptions, PolicyName
 from tests.cli.fake_engine import FakeLoaded
+from tests.support import small_v4, small_v41
 
 
 def interrupt_at(step_number):
@@ -139,7 +140,7 @@ def test_names_are_shown_as_they_are(run, fake, prompt):
 
 
 def test_interrupt_while_loading_exits_130(run, fake, prompt, monkeypatch):
-    def interrupted(*_arguments):
+    def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dhisparse_jax.cli.session.load_model", interrupted)
@@ -275,6 +276,9 @@ def test_bad_options_are_refused(run, fake, arguments, message):
     [
         ((), DraftOptions("dflash2", None, False)),
         (("--model", "some/where"), DraftOptions("none", None, False)),
+        (("--model", small_v41.FIXTURE), DraftOptions("dspark", None, False)),
+        (("--model", small_v4.FIXTURE), DraftOptions("none", None, False)),
+        (("--model", small_v41.FIXTURE, "--draft", "none"), DraftOptions("none", None, False)),
         (("--draft", "none"), DraftOptions("none", None, False)),
         (("--draft", "dspark"), DraftOptions("dspark", None, False)),
         (("--draft", "some/where", "--draft-length", 3), DraftOptions("some/where", 3, False)),

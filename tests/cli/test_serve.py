@@ -36,7 +36,7 @@ def loaded(monkeypatch):
     model, _ = toy(layers_per_pool=(1, 2), top_k=8, context=CONTEXT)
     model = dataclasses.replace(model, vocabulary=256)
     given = Loaded("toy", model, model.init(0), ByteTokenizer(), CONTEXT)
-    monkeypatch.setattr(session, "load_model", lambda name, dtype, formats: given)
+    monkeypatch.setattr(session, "load_model", lambda *_, **__: given)
 
 
 def write(folder, *lines):

@@ -144,7 +144,7 @@ def test_no_compilation_after_warm_up():
 
 
 def test_draft_that_does_not_fit():
-    with pytest.raises(UserError, match=r"reads the target after layer 3, .* 3 layers"):
+    with pytest.raises(UserError, match=r"reads layer 3 of the target, .* 3 layers"):
         drafted(*POLICIES["fixed"], toy_draft(taps=(0, 3)))
     served = Engine(*model(), config("fixed", 4, queries=2), draft=toy_draft(length=3))
     with pytest.raises(UserError, match=r"2 verify queries .* draft of 3 tokens needs 4"):

@@ -9,9 +9,10 @@ from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import Candidates, Geometry, RowFormat
 from dhisparse_jax.hierarchy import init, requests
+from dhisparse_jax.hierarchy.candidates import candidate_blocks
 from dhisparse_jax.hierarchy.group import attend, close_group, open_group, select_again
 from dhisparse_jax.hierarchy.invariants import check_invariants
-from dhisparse_jax.hierarchy.select import IndexInputs, candidate_blocks
+from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.step import finish_step
 
 RATES, SELECTIONS = (3, 2, 1), (1, 1, 3)
@@ -190,9 +191,9 @@ def test_sizes_follow_from_the_rates():
 def test_the_newest_block_is_a_candidate_and_ties_go_to_the_lowest():
     rule = Candidates(block=2, count=2)
     scores = jnp.asarray([[[1.0, 5.0, 5.0, 0.0, -2.0, -jnp.inf, -jnp.inf]]])
-    assert candidate_blocks(rule, scores, jnp.asarray([[5]])).tolist() == [[[1, 0, 1, 0]]]
+    assert candidate_blocks(rule, scores, jnp.asarray([[5]])).tolist() == [[[0, 2]]]
     none = jnp.full((1, 1, 7), -jnp.inf)
-    assert not candidate_blocks(rule, none, jnp.asarray([[0]])).any()
+    assert candidate_blocks(rule, none, jnp.asarray([[0]])).tolist() == [[[-1, -1]]]
 
 
 def test_a_group_is_opened_with_keys_and_again_without():

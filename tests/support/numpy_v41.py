@@ -20,6 +20,7 @@ class Trace(NamedTuple):
         blocks: which blocks the candidate source leaves, [S, blocks].
         experts: experts of every token, ascending, by layer.
         margins: of every choice of entries, blocks and experts, how far it is from another one.
+        features: of every layer the mean of the streams before its attention, [layers, S, width].
     """
 
     logits: np.ndarray
@@ -27,11 +28,12 @@ class Trace(NamedTuple):
     blocks: np.ndarray | None
     experts: list[np.ndarray]
     margins: list[float]
+    features: list[np.ndarray]
 
 
 def model(config, weights, tokens, word_of=None):
     """All layers over a text."""
-    trace = Trace(None, {}, None, [], [])
+    trace = Trace(None, {}, None, [], [], [])
     shared = {"margins": trace.margins}
     x = np.repeat(weights["embed.weight"][tokens][:, None], config["hc_mult"], axis=1)
     pre = np.zeros((len(tokens), config["hc_mult"]))
@@ -41,6 +43,7 @@ def model(config, weights, tokens, word_of=None):
         w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
         if layer in config["engram_layer_ids"]:
             x = x + engram(config, w, layer, x, ngram_words(config, tokens, word_of))
+        trace.features.append(x.mean(1))
         norm = lambda h, name, w=w: rms(h, w[name], config["rms_norm_eps"])
         after, post, carry = connection(config, w, "attn", x)
         update = attention(config, w, layer, norm(collapse(x, pre), "attn_norm.weight"), shared)
@@ -202,7 +205,7 @@ def frequencies(config, stretched):
 
 def rotate_last(x, at, channels, f):
     """Turns pairs of neighbours among the last channels."""
-    pairs = x[..., -channels:].reshape(*x.shape[:-1], -1, 2)
+    pairs = x[..., -channels:].reshape(*x.shape[:-1], channels // 2, 2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * at[..., None] * f)
     turned = np.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], channels)
     return np.concatenate([x[..., :-channels], turned], axis=-1)

@@ -15,7 +15,8 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.hierarchy import Attended
 from dhisparse_jax.hierarchy.formats import stored_rows
 from dhisparse_jax.hierarchy.layout import row_options
-from dhisparse_jax.model import Beside
+from dhisparse_jax.model import Beside, layers_per_group
+from dhisparse_jax.models.deepseek_v4 import decode
 from dhisparse_jax.models.deepseek_v4.decode import serve
 from dhisparse_jax.models.deepseek_v4.moe import V4Router
 from dhisparse_jax.models.hf import load_hf
@@ -75,17 +76,19 @@ def dense(tokens, kv_format=None):
     """A whole text without a hierarchy.
 
     Returns:
-        Logits, what every "selected" layer selects, and experts and weights of every layer.
+        Logits, what every "selected" layer selects, experts and weights of every layer, and what a
+        draft reads of every layer with the streams after it.
     """
     given = jnp.asarray(tokens, jnp.int32)[None]
-    logits, selections, routings = _dense(model()[1], given, kv_format)
-    return np.asarray(logits[0]), [np.asarray(s[0]) for s in selections], routings
+    logits, selections, routings, read = _dense(model()[1], given, kv_format)
+    return np.asarray(logits[0]), [np.asarray(s[0]) for s in selections], routings, read
 
 
 @partial(jax.jit, static_argnums=2)
 def _dense(params, tokens, kv_format):
     served, (_, count) = model(kv_format)[0], tokens.shape
     geometry, selections, routings = served.geometry, [], []
+    taps, streams = [], []
     positions = jnp.arange(count, dtype=jnp.int32)[None]
     complete = (positions[0] + 1) // geometry.rate(0)
 
@@ -109,16 +112,24 @@ def _dense(params, tokens, kv_format):
         routings.append(original(router, x, tokens))
         return routings[-1]
 
+    def connect(*args, original=decode.connected):
+        streams.append(original(*args))
+        return streams[-1]
+
     x = served.embed(params, tokens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(V4Router, "__call__", spy)
+        patch.setattr(decode, "connected", connect)
         for pool, kept in enumerate(geometry.kept):
             leaves = tuple(
                 jnp.zeros((1, leaf.rows(count, count), leaf.width), leaf.dtype) for leaf in kept
             )
             beside = Beside(tokens=tokens, kept=leaves, writes=jnp.ones(1, bool))
-            x = served.run_group(params, pool, x, positions, open_group, attend, (), beside).x
-    return served.logits(params, x), selections, routings
+            every = tuple(range(layers_per_group(geometry)[pool]))
+            ran = served.run_group(params, pool, x, positions, open_group, attend, every, beside)
+            x, taps = ran.x, [*taps, *ran.taps]
+    read = list(zip(taps, streams[1::2], strict=True))  # each layer connects twice
+    return served.logits(params, x), selections, routings, read
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,11 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.hierarchy import Attended
 from dhisparse_jax.hierarchy.formats import stored_keys, stored_rows
 from dhisparse_jax.hierarchy.layout import row_options
-from dhisparse_jax.hierarchy.select import best
+from dhisparse_jax.hierarchy.select import choose
 from dhisparse_jax.model import Beside
 from dhisparse_jax.models.deepseek_v41.decode import serve
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.speculation.protocol import NO_DRAFT
-from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.sparse_attention.api import sparse_attention
 from tests.support.small_v4 import POLICIES, table_draft
 
@@ -112,8 +111,7 @@ def _dense(params, tokens, form):
                 keys, rows, found = stored_keys(geometry, index.keys), None, None
             else:
                 keys, rows, found = opened
-            scores = index_scores(index.queries, index.weights, keys, visible)
-            found = best(geometry, pool, scores, visible, found and found.blocks)
+            found = choose(geometry, pool, index, keys, visible, found and found.blocks)
             selections.append(found.records)
             if found.blocks is not None:
                 blocks.append(found.blocks)

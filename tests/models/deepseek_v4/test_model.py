@@ -41,6 +41,14 @@ def test_routing_is_that_of_transformers(run):
         assert np.abs(weights - ROUTED[f"weights_{layer}"]).max() < 1e-5
 
 
+def test_a_draft_reads_the_mean_of_the_streams_after_a_layer(run):
+    assert len(run[3]) == model()[0].config.num_layers
+    for read, streams in run[3]:
+        assert np.abs(read - np.asarray(streams).mean(axis=-2)).max() < 1e-6
+    last = run[3][-1][1].reshape(1, len(TOKENS), -1)
+    assert np.abs(model()[0].logits(model()[1], last)[0] - LOGITS).max() < 4e-5
+
+
 def test_leading_layers_route_by_token_alone():
     router = load_hf(FIXTURE).model.layers[0].mlp.router
     x = jax.random.normal(jax.random.key(0), (2, 4, 32))

@@ -135,7 +135,7 @@ def test_rejected_tokens_leave_no_trace(policy):
 @pytest.mark.slow
 def test_history_in_fp8_is_rounded_once():
     """Other logits than in float32, and the same ones under every policy and of a whole text."""
-    expected, _, _ = dense(TOKENS, "fp8")
+    expected = dense(TOKENS, "fp8")[0]
     assert 1e-3 < np.abs(expected - LOGITS).max() < 2.0
     found = []
     for policy in ("resident", "fixed"):
@@ -182,9 +182,10 @@ def test_an_urgent_request_waits_for_a_row():
     assert ends[0] != urgent
 
 
-def test_drafts_that_read_layers_and_recordings_are_refused(tmp_path):
-    with pytest.raises(UserError, match="no single stream"):
-        Engine(*model(), config("fixed", 2, queries=4), draft=toy_draft(vocabulary=96))
+def test_drafts_that_read_layers_beyond_and_recordings_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"reads layer 5 of the target, .* 5 layers \(0 to 4\)"):
+        draft = toy_draft(vocabulary=96, taps=(4, 5))
+        Engine(*model(), config("fixed", 2, queries=4), draft=draft)
     cfg = config("fixed", 2, record_selections=True)
     with (
         (tmp_path / "run.sel").open("wb") as file,

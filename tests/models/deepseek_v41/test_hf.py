@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from dhisparse_jax.configs import DEEPSEEK_V4_1_FLASH, V41Config
 from dhisparse_jax.configs.quantised import FORMATS
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.attached.load import is_attached, load_attached
 from dhisparse_jax.models.checkpoint import load_checkpoint
 from dhisparse_jax.models.convert import convert
 from dhisparse_jax.models.deepseek_v41.hf_config import parse_v41_config
@@ -20,10 +21,12 @@ from dhisparse_jax.models.deepseek_v41.hf_tensors import published_v41_shapes
 from dhisparse_jax.models.deepseek_v41.words import word_ids
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.params import flatten, params_of
+from dhisparse_jax.models.registry import load
 from tests.support import numpy_v41
 from tests.support.quantised import exact, quantise, write_tensors
 from tests.support.small_v41 import FIXTURE, RAW, TEXT, loaded
 
+OTHER = ("image_start", "layers.0.ffn.gate.bias_vl", "mtp.0.ffn.gate.bias_vl")
 RELEASED_TEXT = {
     "model_type": "deepseek_v41_text",
     "vocab_size": 129280,
@@ -160,8 +163,10 @@ def test_what_is_not_implemented_is_refused_in_one_line(changes, message):
 
 
 def test_what_is_not_of_the_text_path_is_left_out_and_named():
-    unused = ("image_start", "layers.0.ffn.gate.bias_vl", "mtp.0.main_norm.weight")
-    assert load_hf(FIXTURE).unused == unused
+    found = load(str(FIXTURE))
+    assert found.unused == OTHER
+    assert len(found.drafts) == 72
+    assert load_hf(FIXTURE).unused == tuple(sorted((*OTHER, *found.drafts)))
 
 
 @pytest.mark.parametrize(
@@ -234,13 +239,22 @@ def test_quantised_tensors_are_what_they_stand_for(tmp_path, tensors):
 
 
 def test_a_conversion_loads_without_the_published_files(tmp_path):
-    source = tmp_path / "source"
+    """Also the drafter that is attached, and nothing but one that fits."""
+    source, own = tmp_path / "source", tmp_path / "own"
     shutil.copytree(FIXTURE, source)
-    convert(source, tmp_path / "own")
+    assert convert(source, own).unused == OTHER
     shutil.rmtree(source)
-    config, model = load_checkpoint(tmp_path / "own")
+    config, model = load_checkpoint(own)
     assert config == loaded().config
     assert_same(model, loaded())
+    assert is_attached(own)
+    draft, expected = load_attached(own, config), load_attached(FIXTURE, config)
+    assert draft.config == expected.config
+    assert_same(draft.model, expected.model)
+    sizes = json.loads((own / "draft" / "config.json").read_text())
+    (own / "draft" / "config.json").write_text(json.dumps(sizes | {"taps": [9]}))
+    with pytest.raises(UserError, match=r"draft/config.json: the draft reads layer 9 of the"):
+        load_attached(own, config)
 
 
 def test_tokens_that_spell_the_same_are_one_word():

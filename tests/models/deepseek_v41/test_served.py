@@ -136,9 +136,10 @@ def test_small_history_is_rounded_once(form):
     assert np.array_equal(*found)
 
 
-def test_drafts_that_read_layers_are_refused():
-    with pytest.raises(UserError, match="no single stream"):
-        Engine(*model(), config("fixed", 2, queries=4), draft=toy_draft(vocabulary=87))
+def test_drafts_that_read_layers_beyond_are_refused():
+    with pytest.raises(UserError, match=r"reads layer 6 of the target, .* 6 layers \(0 to 5\)"):
+        draft = toy_draft(vocabulary=87, taps=(5, 6))
+        Engine(*model(), config("fixed", 2, queries=4), draft=draft)
 
 
 def test_a_page_of_host_memory_has_whole_records_of_every_pool():
