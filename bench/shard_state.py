@@ -91,7 +91,7 @@ def host_pools(cfg: HierarchyConfig, made: list[Pattern]) -> list[HostPool]:
 
     packed = jax.jit(packed_keys, static_argnums=1)
     return [
-        HostPool(placed(pattern.records), placed(packed(pattern.keys, cfg.key_words)))
+        HostPool(placed(pattern.records), placed(packed(pattern.keys, cfg.record_layout)))
         for pattern in made
     ]
 

@@ -6,10 +6,8 @@ from enum import StrEnum
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import Geometry
+from pallas_kernels.common.record_layout import RecordLayout, record_layout
 from pallas_kernels.common.rows import WORD_BYTES
-
-RECORD_ALIGNMENT = 128
-"""Bytes: TMA wants 128-byte aligned destinations, so records are padded to it."""
 
 MAX_PAGE_SLOTS = 16
 
@@ -41,6 +39,7 @@ class HierarchyConfig:
         host_page: positions in a page of host memory.
         host_pages: pages of host memory, each with room in every pool; None: as many as all rows
             take that use their whole capacity.
+        record_layout: how records lie in memory; by default as the platform wants them.
         record_selections: keep what a step selects, so that it can be recorded.
     """
 
@@ -54,6 +53,7 @@ class HierarchyConfig:
     moves_per_step: int = 4
     host_page: int = 16
     host_pages: int | None = None
+    record_layout: RecordLayout = dataclasses.field(default_factory=record_layout)
     record_selections: bool = False
 
     def __post_init__(self) -> None:
@@ -175,8 +175,13 @@ class HierarchyConfig:
         return self.geometry.top_k if self.record_selections else 0
 
     def record_words(self, pool: int) -> int:
-        """int32 words of a record: one row per layer, padded to 128 bytes."""
-        return _aligned(self.geometry.layers_per_pool[pool] * self.geometry.row.words)
+        """int32 words of a record: one row per layer, padded as the layout of records says."""
+        layers = self.geometry.layers_per_pool[pool]
+        return self.record_layout.record_words(layers, self.geometry.row.words)
+
+    def record_shape(self, pool: int) -> tuple[int, ...]:
+        """Dimensions of a record."""
+        return self.record_layout.shape(self.record_words(pool))
 
     def record_bytes(self, pool: int) -> int:
         """Bytes of a record, padding included."""
@@ -185,7 +190,13 @@ class HierarchyConfig:
     @property
     def key_words(self) -> int:
         """int32 words of an index key in host memory, padded as a record is."""
-        return _aligned(self.geometry.key_bytes // WORD_BYTES)
+        words = self.geometry.key_bytes // WORD_BYTES
+        return self.record_layout.record_words(1, words) if words else 0
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """Dimensions of an index key in host memory."""
+        return self.record_layout.shape(self.key_words)
 
     @functools.cached_property
     def hot_pools(self) -> tuple[tuple[int, ...], ...]:
@@ -202,9 +213,3 @@ class HierarchyConfig:
             if pool in members:
                 return number, members.index(pool)
         raise IndexError(f"there is no pool {pool}; there are {self.pools}")
-
-
-def _aligned(words: int) -> int:
-    """Words, padded to whole units of RECORD_ALIGNMENT."""
-    unit = RECORD_ALIGNMENT // WORD_BYTES
-    return -(-words // unit) * unit

@@ -25,6 +25,7 @@ from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, choose
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.model import KeptLeaves
 from dhisparse_jax.pytree import state as pytree
+from pallas_kernels.common.record_layout import placed_words
 
 
 @pytree
@@ -42,7 +43,7 @@ class Prompt:
         kept: what the layers of the group keep of it.
     """
 
-    records: Int[Array, "P W"]
+    records: Int[Array, "P *W"]
     keys: AnyKeys
     known: Int[Array, ""]
     kept: KeptLeaves = ()
@@ -75,7 +76,7 @@ def empty_prompt(cfg: HierarchyConfig, pool: int, chunk: int) -> Prompt:
     geometry = cfg.geometry
     rows = geometry.fresh(pool, padded_capacity(cfg, chunk) + chunk)
     return Prompt(
-        records=jnp.zeros((rows, cfg.record_words(pool)), jnp.int32),
+        records=jnp.zeros((rows, *cfg.record_shape(pool)), jnp.int32),
         keys=no_keys(geometry, rows),
         known=jnp.int32(0),
         kept=tuple(
@@ -173,13 +174,13 @@ def attend_prompt(
 
     The prefill counterpart of `hierarchy.group.attend`, through the same operation.
     """
-    row_format = cfg.geometry.row
-    offset = layer * row_format.words
     prompt, records = opened.prompt, opened.prompt.records
+    first_word = layer * layout.row_stride(cfg.geometry, records)
     if row is not None:
         with jax.named_scope("append"):
-            words = stored_rows(row_format, row[0])
-            records = _written(cfg, pool, prompt, records, words, opened.start, offset)
+            words = stored_rows(cfg.geometry.row, row[0])
+            words, place = placed_words(words, first_word, cfg.record_layout)
+            records = _written(cfg, pool, prompt, records, words, opened.start, place)
     with jax.named_scope("attend"):
         attended = attend_slots(cfg.geometry, layer, query, records, opened.selection)
     prompt = dataclasses.replace(prompt, records=records)
@@ -193,11 +194,15 @@ def _written(
     old: Shaped[Array, "P *_"],
     rows: Shaped[Array, "E *_"],
     start: Int[Array, ""],
-    column: int = 0,
+    place: tuple[int | Int[Array, ""], ...] = (),
 ) -> Shaped[Array, "P *_"]:
-    """`old` with `rows` from position `start` on, but for what the prompt knows already."""
+    """`old` with `rows` from position `start` on, but for what the prompt knows already.
+
+    `place` is where they begin in the other dimensions; at 0 by default.
+    """
     first, known = (layout.complete(cfg, pool, position) for position in (start, prompt.known))
-    at = (first, *[jnp.int32(column)] * (old.ndim - 1))
+    place = place or (0,) * (old.ndim - 1)
+    at = (first, *(jnp.int32(begin) for begin in place))
     before = lax.optimization_barrier(lax.dynamic_slice(old, at, rows.shape))
     own = first + jnp.arange(rows.shape[0], dtype=jnp.int32) >= known
     own = own.reshape(-1, *[1] * (old.ndim - 1))

@@ -24,6 +24,7 @@ from dhisparse_jax.precision import full_precision
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.verify import forward
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.record_layout import as_words
 from pallas_kernels.plan.types import PlanCounts
 
 
@@ -173,7 +174,7 @@ class _Between:
 def _chosen(cfg: HierarchyConfig, pool: int, opened: OpenGroup) -> Chosen:
     number, _ = cfg.hot_pool_of(pool)
     slots, location = close_group(opened, cfg, pool).hot[number].slots, opened.plan.location
-    found = slots[jnp.maximum(location, 0)]
+    found = as_words(slots[jnp.maximum(location, 0)], cfg.record_layout)
     return Chosen(
         selection=opened.selection,
         location=location,

@@ -4,6 +4,7 @@ What a record should be is what `resident` has on the device, which never read i
 else: so a record that is wrong in host memory and on the device alike is found too.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -80,7 +81,8 @@ class _Row:
     def differ(self, what: str, record: int, word: int = 0, detail: str = "") -> Difference:
         """A difference of a record of this row, at an int32 word of it."""
         geometry = self.cfg.geometry
-        place = min(word // geometry.row.words, geometry.layers_per_pool[self.pool] - 1)
+        stride = self.cfg.record_layout.row_stride(geometry.row.words)
+        place = min(word // stride, geometry.layers_per_pool[self.pool] - 1)
         return Difference(
             what,
             request=self.pair.names[self.row],
@@ -94,10 +96,12 @@ class _Row:
         self,
         what: str,
         record: Int[np.ndarray, " n"],
-        mine: Int[np.ndarray, "n W"],
-        wanted: Int[np.ndarray, "n W"],
+        mine: Int[np.ndarray, "n *W"],
+        wanted: Int[np.ndarray, "n *V"],
     ) -> Iterator[Difference]:
         """The records that differ, each at its first word that does."""
+        words = math.prod(mine.shape[1:])
+        mine, wanted = (records.reshape(len(record), words) for records in (mine, wanted))
         differ = mine != wanted
         for at in np.flatnonzero(differ.any(axis=1)).tolist():
             words = np.flatnonzero(differ[at])
@@ -106,7 +110,7 @@ class _Row:
 
     def on_device(
         self, state: Host, cfg: HierarchyConfig
-    ) -> tuple[Bool[np.ndarray, " n"], Int[np.ndarray, "n W"]]:
+    ) -> tuple[Bool[np.ndarray, " n"], Int[np.ndarray, "n *W"]]:
         """Which complete records have a hot slot or a place in the tail, and what is there."""
         count = self.complete
         slot = state.pools[self.pool].slot_of[self.row, :count].copy()

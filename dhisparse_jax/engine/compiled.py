@@ -232,7 +232,7 @@ def _capture(
     length: Int[Array, ""],
 ) -> Prompt:
     """Records and index keys of one pool that lie in host pages; zeros from `length` on."""
-    room = jnp.zeros((cfg.records(pool), cfg.record_words(pool)), jnp.int32)
+    room = jnp.zeros((cfg.records(pool), *cfg.record_shape(pool)), jnp.int32)
     return Prompt(
         records=requests.recall(state, cfg, pool, pages, length, room),
         keys=requests.recall_keys(state, cfg, pool, pages, length),

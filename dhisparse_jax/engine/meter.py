@@ -81,7 +81,7 @@ def link_seconds(cfg: HierarchyConfig, state: HierarchyState) -> float:
     host = state.pools[pool].host
     count = min(LINK_RECORDS, host.shape[0])
     rows = np.random.default_rng(0).integers(0, host.shape[0], count, np.int32)
-    scratch = jnp.zeros((count, host.shape[1]), jnp.int32)
+    scratch = jnp.zeros((count, *host.shape[1:]), jnp.int32)
     places = jnp.arange(count, dtype=jnp.int32)
     read = jax.jit(_read)
     seconds = seconds_of(lambda: read(host, scratch, jnp.asarray(rows), places))
@@ -99,10 +99,10 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def _read(
-    host: Int[Array, "H W"],
-    scratch: Int[Array, "n W"],
+    host: Int[Array, "H *W"],
+    scratch: Int[Array, "n *W"],
     rows: Int[Array, " n"],
     places: Int[Array, " n"],
-) -> Int[Array, "n W"]:
+) -> Int[Array, "n *W"]:
     count = jnp.full(1, rows.shape[0], jnp.int32)
     return retrieve_op(host, scratch, Fetches(rows[None], places[None], count))

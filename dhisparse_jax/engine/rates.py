@@ -4,6 +4,7 @@ A device-to-device copy, a full host-to-device copy of a pinned array, a matrix 
 of an empty kernel; and reads of random host records by the library's own operation.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from jaxtyping import Array, Int
 
 from dhisparse_jax.engine.timing import Timing, chain, measure, measure_chain
 from dhisparse_jax.hierarchy.state import host_sharding
+from pallas_kernels.common.record_layout import record_layout
 from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.retrieve.api import retrieve
 from pallas_kernels.retrieve.types import Fetches
@@ -95,22 +97,28 @@ def read_rates(
     """Read rates of one record size, from one pool as large as the largest span.
 
     Args:
-        record_words: int32 words of a record.
+        record_words: int32 words of a record; a TPU pads them to whole tiles.
         spans: bytes of the pool's beginning that the records come from; each holds a call's.
         call_bytes: bytes of the records of one call.
         runs: how often each is timed.
     """
-    size = record_words * WORD_BYTES
+    record = _record(record_words)
+    size = math.prod(record) * WORD_BYTES
     count = call_bytes // size
-    host = jax.block_until_ready(
-        jax.jit(_zeros, static_argnums=(0, 1))(max(spans) // size, record_words)
-    )
-    slots = jnp.zeros((4 * count, record_words), jnp.int32)
+    make = jax.jit(_zeros, static_argnums=(0, 1))
+    host = jax.block_until_ready(make(max(spans) // size, record))
+    slots = jnp.zeros((4 * count, *record), jnp.int32)
     run = chain(_read, CALLS)
     for span in spans:
         fetches = _random_fetches(span // size, count)
         timing, slots, _ = measure_chain(run, slots, (host, fetches), calls=CALLS, runs=runs)
         yield _rate(size, span, count * size, timing)
+
+
+def _record(words: int) -> tuple[int, ...]:
+    """Dimensions of a record of so many words: as they are, or in whole tiles where it has to."""
+    records = record_layout()
+    return records.shape(records.record_words(1, words)) if records.line else (words,)
 
 
 def _rate(size: int, span: int, moved: int, timing: Timing) -> ReadRate:
@@ -126,16 +134,16 @@ def _random_fetches(records: int, count: int) -> tuple[Fetches, ...]:
     return tuple(Fetches(draw(records), draw(4 * count), number) for _ in range(CALLS))
 
 
-def _zeros(records: int, words: int) -> Int[Array, "N W"]:
+def _zeros(records: int, record: tuple[int, ...]) -> Int[Array, "N *W"]:
     """A pool, filled on the device, which is faster, and moved to the host."""
-    return jax.device_put(jnp.zeros((records, words), jnp.int32), jax.memory.Space.Host)
+    return jax.device_put(jnp.zeros((records, *record), jnp.int32), jax.memory.Space.Host)
 
 
 def _read(
-    slots: Int[Array, "S W"],
-    operands: tuple[Int[Array, "N W"], tuple[Fetches, ...]],
+    slots: Int[Array, "S *W"],
+    operands: tuple[Int[Array, "N *W"], tuple[Fetches, ...]],
     call: int,
-) -> tuple[Int[Array, "S W"], None]:
+) -> tuple[Int[Array, "S *W"], None]:
     host, fetches = operands
     return retrieve(host, slots, fetches[call]), None
 

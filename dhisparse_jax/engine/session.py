@@ -144,7 +144,7 @@ def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
         )
     shapes = lambda *arrays: tuple(leaf.shape for leaf in jax.tree.leaves(arrays))
     wanted = [
-        ((length, cfg.record_words(pool)), *shapes(key_shapes(cfg.geometry, length)))
+        ((length, *cfg.record_shape(pool)), *shapes(key_shapes(cfg.geometry, length)))
         for pool in range(cfg.pools)
     ]
     found = [shapes(pool, keys) for pool, keys in zip(session.records, session.keys)]  # noqa: B905  # compared below

@@ -30,7 +30,7 @@ def admit_prompt(
     cfg: HierarchyConfig,
     pool: int,
     request: Int[Array, ""],
-    records: Int[Array, "C W"],
+    records: Int[Array, "C *W"],
     keys: AnyKeys,
     start: Int[Array, ""] | int = 0,
     kept: tuple[Shaped[Array, "1 _ _"], ...] = (),
@@ -60,7 +60,7 @@ def admit_prompt(
     hosts, sources = {"host": mine.host}, [records]
     if mine.host_keys is not None:
         hosts["host_keys"] = mine.host_keys
-        sources.append(packed_keys(keys, mine.host_keys.shape[1]))
+        sources.append(packed_keys(keys, cfg.record_layout))
     written = backup_op([*hosts.values()], sources, rows, jnp.stack([position] * len(hosts)))
     state = with_pool(state, pool, **dict(zip(hosts, written, strict=True)))
     state = admit_kept(_with_keys(state, pool, request, keys), cfg, pool, request, kept)

@@ -11,6 +11,7 @@ from dhisparse_jax.hierarchy.formats import stored_keys, stored_rows
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.hierarchy.update import with_hot_slots, with_pool
 from pallas_kernels.common.ids import NO_SLOT, dropping
+from pallas_kernels.common.rows import write_words
 
 
 def query_positions(state: HierarchyState, cfg: HierarchyConfig) -> Int[Array, "R T"]:
@@ -46,7 +47,7 @@ def append_row(
     state: HierarchyState,
     cfg: HierarchyConfig,
     pool: int,
-    layer: int | Int[Array, ""],
+    layer: layout.Layer,
     row: Shaped[Array, "R E width"],
 ) -> HierarchyState:
     """Write the rows of one layer into the new records, in the tail.
@@ -73,9 +74,8 @@ def append_row(
     )
     slot = layout.tail_slot(cfg, pool, request, new_records(state, cfg, pool))
     slot = jnp.where(state.active[:, None], slot, NO_SLOT)
-    words = stored_rows(cfg.geometry.row, row)
-    column = layer * cfg.geometry.row.words + jnp.arange(words.shape[-1], dtype=jnp.int32)
     old = state.hot[number].slots
-    place = dropping(slot, old.shape[0])[:, :, None]
-    new = old.at[place, column[None, None]].set(words, mode="drop")
+    first_word = layer * layout.row_stride(cfg.geometry, old)
+    place = dropping(slot, old.shape[0])
+    new = write_words(old, place, first_word, stored_rows(cfg.geometry.row, row))
     return with_hot_slots(state, number, new)

@@ -58,7 +58,7 @@ def _backup(
         [*(state.pools[pool].host for pool in pools), *host_keys],
         [
             *(state.hot[cfg.hot_pool_of(pool)[0]].slots for pool in pools),
-            *(packed_keys(keys_of(pool), cfg.key_words) for pool in keyed),
+            *(packed_keys(keys_of(pool), cfg.record_layout) for pool in keyed),
         ],
         rows,
         jnp.stack([*slots, *[entry] * len(keyed)]),

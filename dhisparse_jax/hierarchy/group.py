@@ -14,13 +14,13 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.append import append_keys, append_row
 from dhisparse_jax.hierarchy.heads import (
-    Layer,
     attend_parts,
     attend_slots,
     check_query,
     joined,
     split_query,
 )
+from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.plan import plan
 from dhisparse_jax.hierarchy.retrieve import Attended, retrieve, retrieve_attend
 from dhisparse_jax.hierarchy.select import Blocks, IndexInputs, select

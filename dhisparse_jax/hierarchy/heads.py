@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import OPAQUE, Geometry, RowFormat
 from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.retrieve import Attended
+from pallas_kernels.common.record_layout import words_of_record
 from pallas_kernels.sparse_attention.api import sparse_attention
-
-Layer = int | Int[Array, ""]
-"""Place of a layer in its group; an array where layers are scanned over."""
 
 
 def check_query(row: RowFormat, query: Float[Array, "R T H key"]) -> None:
@@ -59,7 +58,7 @@ def attend_slots(
     geometry: Geometry,
     layer: Layer,
     query: Float[Array, "R T H key"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
 ) -> Attended:
     """Attention of one layer over slots that are all in place.
@@ -71,7 +70,7 @@ def attend_slots(
         queries = split_query(geometry.row, query)
         first, *others = attend_parts(geometry, layer, 0, queries, slots, location)
         return joined(first, others)
-    layers = slots.shape[1] // geometry.row.words
+    layers = words_of_record(slots) // layout.row_stride(geometry, slots)
     branches = [partial(attend_slots, geometry, place) for place in range(layers)]
     return lax.switch(layer, branches, query, slots, location)
 
@@ -81,7 +80,7 @@ def attend_parts(
     layer: int,
     first: int,
     queries: list[Float[Array, "R T per part"]],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
 ) -> list[Attended]:
     """Attention over some parts of the rows of one layer.
@@ -94,10 +93,10 @@ def attend_parts(
         slots: records.
         location: int32 slot of each selected record.
     """
-    options = layout.row_options(geometry, layer)
+    first_word = layer * layout.row_stride(geometry, slots)
     words = geometry.row.words // geometry.row.parts
     found = []
     for part, query in enumerate(queries, first):
-        options["offset"] = layer * geometry.row.words + part * words
+        options = layout.row_options(geometry, first_word + part * words)
         found.append(Attended(*sparse_attention(query, slots, location, **options)))
     return found

@@ -178,16 +178,16 @@ def _pool_keys_equal_host(host: Host, cfg: HierarchyConfig, pool: int) -> bool:
         return True
     committed = np.arange(cfg.records(pool)) < _complete(host, cfg, pool)[:, None]
     committed &= rows < cfg.host_rows(pool)  # else `host_pages_held` is false
-    packed = _packed(mine.index_keys, mine.host_keys.shape[1])
+    packed = _packed(mine.index_keys, cfg)
     return np.array_equal(mine.host_keys[rows[committed]], packed[committed])
 
 
-def _packed(keys: Host, width: int) -> np.ndarray:
-    """Index keys as `host_keys` has them, [R, E, width]: all, so that one program packs them."""
+def _packed(keys: Host, cfg: HierarchyConfig) -> np.ndarray:
+    """Index keys as `host_keys` has them, [R, E, ..]: all, so that one program packs them."""
     every = jax.tree.leaves(keys)[0].shape[:2]
     rows = every[0] * every[1]  # said, since keys may have no numbers
     flat = jax.tree.map(lambda leaf: jnp.asarray(leaf.reshape(rows, *leaf.shape[2:])), keys)
-    return np.asarray(packed_keys(flat, width)).reshape(*every, width)
+    return np.asarray(packed_keys(flat, cfg.record_layout)).reshape(*every, *cfg.key_shape)
 
 
 def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:

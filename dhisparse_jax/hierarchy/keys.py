@@ -8,18 +8,20 @@ from jaxtyping import Array, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.formats import AnyKeys, StoredKeys, key_shapes
+from pallas_kernels.common.record_layout import RecordLayout, as_records, as_words
 from pallas_kernels.common.rows import WORD_BYTES, pack, unpack
 
 
-def packed_keys(keys: AnyKeys, width: int) -> Int[Array, "n Wk"]:
-    """Stored keys as rows of `host_keys`, of so many words; scales, if any, after the numbers."""
+def packed_keys(keys: AnyKeys, records: RecordLayout) -> Int[Array, "n *Wk"]:
+    """Stored keys as rows of `host_keys`; scales, if any, after the numbers."""
     rows = lambda leaf: pack(leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])))
     words = jnp.concatenate([rows(leaf) for leaf in jax.tree.leaves(keys)], axis=1)
-    return jnp.pad(words, ((0, 0), (0, width - words.shape[1])))
+    return as_records(words, records)
 
 
-def unpacked_keys(cfg: HierarchyConfig, rows: Int[Array, "n Wk"]) -> StoredKeys:
+def unpacked_keys(cfg: HierarchyConfig, rows: Int[Array, "n *Wk"]) -> StoredKeys:
     """The reverse of `packed_keys`."""
+    rows = as_words(rows, cfg.record_layout)
     leaves, structure = jax.tree.flatten(key_shapes(cfg.geometry, rows.shape[0]))
     found: list[Array] = []
     column = 0

@@ -21,19 +21,28 @@ from jaxtyping import Array, Int
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.geometry import Geometry, RowFormat
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, in_range, masked
+from pallas_kernels.common.record_layout import layout_of
+
+Layer = int | Int[Array, ""]
+"""Place of a layer in its group; an array where layers are scanned over."""
 
 
-def row_options(geometry: Geometry, layer: int, row: RowFormat | None = None) -> dict[str, Any]:
+def row_stride(geometry: Geometry, slots: Int[Array, "S *W"]) -> int:
+    """Words from the row of one layer to that of the next, in records of whatever layout."""
+    return layout_of(slots).row_stride(geometry.row.words)
+
+
+def row_options(geometry: Geometry, offset: int, row: RowFormat | None = None) -> dict[str, Any]:
     """What attention must know of the rows of a layer (`pallas_kernels.sparse_attention.api`).
 
     Args:
         geometry: of the model.
-        layer: place of the layer in a record.
-        row: format of its rows, if it is not that of the geometry.
+        offset: word of a record where they start.
+        row: their format, if it is not that of the geometry.
     """
     row = row or geometry.row
     return {
-        "offset": layer * row.words,
+        "offset": offset,
         "row_format": jnp.dtype(row.dtype) if isinstance(row.dtype, str) else row.dtype,
         "value_width": row.value_width,
         "scale": geometry.scale,

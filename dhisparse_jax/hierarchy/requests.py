@@ -83,8 +83,8 @@ def recall(
     pool: int,
     host_pages: Int[Array, " N"],
     count: Int[Array, ""],
-    room: Int[Array, "P W"],
-) -> Int[Array, "P W"]:
+    room: Int[Array, "P *W"],
+) -> Int[Array, "P *W"]:
     """Read the first `count` positions that lie in host pages; run it under `jit`.
 
     Args:
@@ -112,7 +112,7 @@ def recall_keys(
     keys = state.pools[pool].host_keys
     if keys is None:
         return ()
-    room = jnp.zeros((cfg.records(pool), keys.shape[1]), jnp.int32)
+    room = jnp.zeros((cfg.records(pool), *cfg.key_shape), jnp.int32)
     fetches = _first(cfg, pool, host_pages, count)
     return unpacked_keys(cfg, retrieve_op(keys, room, fetches))
 

@@ -57,13 +57,15 @@ def retrieve_attend(
     """`retrieve`, and what attention of one layer gives afterwards."""
     number, _ = cfg.hot_pool_of(pool)
     fetches, moves = _lists(state, cfg, pool, plan)
+    slots = state.hot[number].slots
+    first_word = layer * layout.row_stride(cfg.geometry, slots)
     attended, slots = retrieve_attend_op(
         state.pools[pool].host,
-        state.hot[number].slots,
+        slots,
         fetches,
         Attention(query, plan.location, selection, plan.fetch_position),
         moves,
-        **layout.row_options(cfg.geometry, layer),
+        **layout.row_options(cfg.geometry, first_word),
     )
     return Attended(*attended), with_hot_slots(state, number, slots)
 

@@ -1,7 +1,8 @@
 """The state of a hierarchy: one pytree, the same tree and shapes for every load.
 
 Dimensions: R request rows, C records per request (of a pool), W words of a record, Pmax pages per
-request, P pages and S slots of a hot pool, N host pages per request, H rows of a host pool.
+request, P pages and S slots of a hot pool, N host pages per request, H rows of a host pool. On a
+TPU the words of a record have two dimensions (`pallas_kernels.common.record_layout`).
 `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
@@ -20,6 +21,7 @@ from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.pytree import state
 from pallas_kernels.common.ids import NO_SLOT
+from pallas_kernels.common.interpret import interprets_tpu
 from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.plan.types import PlanCounts
 
@@ -54,8 +56,8 @@ class PoolState:
         kept: what the layers keep beside records, by `Geometry.kept`; see `kept`.
     """
 
-    host: Int[Array, "H W"]
-    host_keys: Int[Array, "H Wk"] | None
+    host: Int[Array, "H *W"]
+    host_keys: Int[Array, "H *Wk"] | None
     slot_of: Int[Array, "R C"]
     pages: Int[Array, "R Pmax"]
     index_keys: Keys
@@ -73,7 +75,7 @@ class HotPool:
         mark: step at which each page slot was last used.
     """
 
-    slots: Int[Array, "S W"]
+    slots: Int[Array, "S *W"]
     owner: Int[Array, " P"]
     position: Int[Array, " page_slots"]
     mark: Int[Array, " page_slots"]
@@ -133,10 +135,16 @@ class HierarchyState:
 
 
 def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
-    """Where host pools live: `pinned_host` of `device` if it has the kind, else its default."""
+    """Where host pools live: `pinned_host` of `device` if it has the kind, else its default.
+
+    The default, too, where TPU kernels are interpreted: JAX cannot lower a program with their
+    ordered callbacks and an array of another memory kind (0.10.2: it forgets the callbacks' tokens
+    when it lists the kinds of the results).
+    """
     device = device or jax.local_devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
-    return SingleDeviceSharding(device, memory_kind=HOST_KIND if HOST_KIND in kinds else None)
+    pinned = HOST_KIND in kinds and not interprets_tpu()
+    return SingleDeviceSharding(device, memory_kind=HOST_KIND if pinned else None)
 
 
 def abstract(cfg: HierarchyConfig) -> HierarchyState:
@@ -146,8 +154,8 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
     per_pool, average = shape((cfg.pools, r), i32), shape((cfg.pools, r), jnp.float32)
     pools = tuple(
         PoolState(
-            host=shape((cfg.host_rows(pool), cfg.record_words(pool)), i32),
-            host_keys=_unless_empty((cfg.host_rows(pool), cfg.key_words)),
+            host=shape((cfg.host_rows(pool), *cfg.record_shape(pool)), i32),
+            host_keys=_unless_empty((cfg.host_rows(pool), *cfg.key_shape)),
             slot_of=shape((r, cfg.records(pool)), i32),
             pages=shape((r, cfg.max_pages(pool)), i32),
             index_keys=key_shapes(cfg.geometry, r, cfg.records(pool)),
@@ -190,10 +198,10 @@ def _unless_empty(shape: tuple[int, ...]) -> Any:  # noqa: ANN401
 
 
 def _abstract_hot(cfg: HierarchyConfig, number: int) -> HotPool:
-    words = cfg.record_words(cfg.hot_pools[number][0])
+    record = cfg.record_shape(cfg.hot_pools[number][0])
     paged = _leaf((layout.page_region(cfg, number),), jnp.int32)
     return HotPool(
-        slots=_leaf((layout.slots(cfg, number), words), jnp.int32),
+        slots=_leaf((layout.slots(cfg, number), *record), jnp.int32),
         owner=_leaf((layout.pages(cfg, number),), jnp.int32),
         position=paged,
         mark=paged,

@@ -33,6 +33,6 @@ def with_hot(state: HierarchyState, number: int, hot: HotPool) -> HierarchyState
     return dataclasses.replace(state, hot=(*state.hot[:number], hot, *state.hot[number + 1 :]))
 
 
-def with_hot_slots(state: HierarchyState, number: int, slots: Int[Array, "S W"]) -> HierarchyState:
+def with_hot_slots(state: HierarchyState, number: int, slots: Int[Array, "S *W"]) -> HierarchyState:
     """`state` with the records of hot pool `number` replaced."""
     return with_hot(state, number, dataclasses.replace(state.hot[number], slots=slots))

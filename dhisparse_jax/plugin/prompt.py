@@ -4,17 +4,20 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.requests import join
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.plugin.rows import Rows, flat
 from dhisparse_jax.plugin.sizes import check_state
+from pallas_kernels.common.record_layout import placed_words
 
 
 def admit(
@@ -63,11 +66,12 @@ def admit(
     layer = 0
     for pool, layers in enumerate(geometry.layers_per_pool):
         mine = rows[layer : layer + layers]
-        room = jnp.zeros((cfg.capacity, cfg.record_words(pool)), jnp.int32)
-        if mine:
-            words = [stored_rows(geometry.row, flat(geometry.row, each, (size,))) for each in mine]
-            record = jnp.concatenate(words, axis=-1)
-            room = room.at[:size, : record.shape[1]].set(record)
+        room = jnp.zeros((cfg.capacity, *cfg.record_shape(pool)), jnp.int32)
+        for place, each in enumerate(mine):
+            words = stored_rows(geometry.row, flat(geometry.row, each, (size,)))
+            first_word = place * layout.row_stride(geometry, room)
+            words, at = placed_words(words, first_word, cfg.record_layout)
+            room = lax.dynamic_update_slice(room, words, (0, *at))
         stored = _keys(cfg, keys[pool] if keys else None)
         state = admit_prompt(state, cfg, pool, request, room, stored)
         layer += layers

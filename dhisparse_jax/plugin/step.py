@@ -20,9 +20,10 @@ from dhisparse_jax import step as decode
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import group as groups
+from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import append_row, query_positions
 from dhisparse_jax.hierarchy.group import OpenGroup
-from dhisparse_jax.hierarchy.heads import Layer
+from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
@@ -188,7 +189,9 @@ def read(
     state = append_row(groups.close_group(group, cfg, step.group), cfg, step.group, place, row)
     number, _ = cfg.hot_pool_of(step.group)
     location, words = group.plan.location, row_format.words
-    found = gather_words(state.hot[number].slots, jnp.maximum(location, 0), place * words, words)
+    slots = state.hot[number].slots
+    first_word = place * layout.row_stride(cfg.geometry, slots)
+    found = gather_words(slots, jnp.maximum(location, 0), first_word, words)
     valid = location >= 0
     found = jnp.where(valid[..., None], found, 0)
     found = jnp.where(step.wrong[..., None, None], -1, found)  # NaN, or bytes of 255

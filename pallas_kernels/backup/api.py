@@ -4,16 +4,18 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Int
 
-from pallas_kernels.backup import reference, triton
+from pallas_kernels.backup import reference, tpu, triton
+from pallas_kernels.common import tpu_records
 from pallas_kernels.common.backends import Backend, resolve
+from pallas_kernels.common.record_layout import words_of_record
 
-Pools = tuple[Int[Array, "_ _"], ...]
+Pools = tuple[Int[Array, "_ *_"], ...]
 """Arrays of records, each with its own size of a record."""
 
 
 def backup(
-    hosts: Sequence[Int[Array, "_ _"]],
-    slots: Sequence[Int[Array, "_ _"]],
+    hosts: Sequence[Int[Array, "_ *_"]],
+    slots: Sequence[Int[Array, "_ *_"]],
     rows: Int[Array, " n"],
     sources: Int[Array, "pools n"],
     *,
@@ -47,13 +49,16 @@ def backup(
         ValueError: not as many slot arrays or lists of sources as host pools, or records of a pool
             and its slots are of different sizes.
     """
-    widths, wanted = ([array.shape[1] for array in arrays] for arrays in (slots, hosts))
+    widths, wanted = ([words_of_record(pool) for pool in pools] for pools in (slots, hosts))
     if widths != wanted or sources.shape[0] != len(hosts):
         raise ValueError(
             f"host pools with records of {wanted} words cannot be written from slots of {widths} "
             f"and {sources.shape[0]} lists of sources; there must be one of each, of the same size"
         )
-    match resolve("backup", backend, refusal=None):
+    refusal = tpu_records.supports(*hosts, *slots)
+    match resolve("backup", backend, refusal=None, tpu_refusal=refusal):
+        case "tpu":
+            return tpu.backup(hosts, slots, rows, sources)
         case "triton":
             return triton.backup(hosts, slots, rows, sources)
         case _:

@@ -5,7 +5,7 @@ one of as many branches as there are pools: they differ in one address only, the
 before. Entries that do nothing cost no traffic: of a step's lists, of which a few hundred entries
 live, there are few; of a prefill's, most live.
 
-With jax before 0.11.2 a kernel writes one pool: see SEVERAL_RESULTS.
+With jax before 0.11.2 a kernel writes one pool: see launch.SEVERAL_RESULTS.
 
 Traffic: every backed up record is read from device memory once, and crosses the link once.
 """
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.backup.launch import annotated, launched, shared_operands
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.memory_space import as_device, as_host, is_host
 from pallas_kernels.common.triton_rows import (
@@ -28,9 +29,6 @@ from pallas_kernels.common.triton_rows import (
     load_records,
     store_records,
 )
-
-SEVERAL_RESULTS = jax.__version_info__ >= (0, 11, 2)
-"""XLA before that follows host memory into the only result of a kernel; with more it aborts."""
 
 
 def backup(
@@ -43,28 +41,22 @@ def backup(
     interpret: bool = False,
 ) -> tuple[Int[Array, "_ _"], ...]:
     """See `api.backup`. `interpret` runs the kernel as plain XLA operations."""
-    if not sources.size:
-        return tuple(hosts)
-    run = functools.partial(_launch, rows=rows, tuning=tuning, interpret=interpret)
-    if SEVERAL_RESULTS:
-        return run(hosts, slots, sources=sources)
-    each = zip(hosts, slots, sources, strict=True)
-    return tuple(run([host], [array], sources=ids[None])[0] for host, array, ids in each)
+    run = functools.partial(_launch, rows, tuning=tuning, interpret=interpret)
+    return launched(run, hosts, slots, sources)
 
 
 def _launch(
+    rows: Int[Array, " n"],
     hosts: Sequence[Int[Array, "_ _"]],
     slots: Sequence[Int[Array, "_ _"]],
-    rows: Int[Array, " n"],
     sources: Int[Array, "pools n"],
     *,
     tuning: Tuning | None,
     interpret: bool,
 ) -> tuple[Int[Array, "_ _"], ...]:
-    """One kernel for all of the pools. Slot arrays that are the same object are one operand."""
+    """One kernel for all of the pools."""
     tuning = tuning or default_tuning(max(host.shape[1] for host in hosts))
-    arrays = list({id(array): array for array in slots}.values())
-    slots_of = tuple(next(i for i, one in enumerate(arrays) if one is array) for array in slots)
+    arrays, slots_of = shared_operands(slots)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     first = 2 + len(arrays)
     call = pl.pallas_call(
@@ -79,14 +71,10 @@ def _launch(
         name="backup",
     )
     written = call(rows, sources, *arrays, *(as_device(h) if interpret else h for h in hosts))
-    # The kernel's results are typed as device memory; this says where they are, and moves nothing.
-    to_host = as_host if interpret else _annotated
     each = zip(written, hosts, strict=True)
-    return tuple(to_host(new) if is_host(old) else new for new, old in each)
-
-
-def _annotated(array: Int[Array, "N W"]) -> Int[Array, "N W"]:
-    return jax.device_put(array, jax.memory.Space.Host)
+    if interpret:
+        return tuple(as_host(new) if is_host(old) else new for new, old in each)
+    return tuple(annotated(new, old) for new, old in each)
 
 
 def _backup_kernel(

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
-from pallas_kernels.index_scores import mosaic, reference, triton
+from pallas_kernels.index_scores import mosaic, reference, tpu, triton
 from pallas_kernels.index_scores.types import Keys
 
 # Traced and lowered once for all groups of layers: see `sparse_attention.api`.
 _mosaic = jax.jit(mosaic.index_scores)
 _triton = jax.jit(triton.index_scores)
+_tpu = jax.jit(tpu.index_scores)
 
 
 def index_scores(
@@ -47,7 +48,10 @@ def index_scores(
     kernel = triton if queries.dtype == jnp.float32 else mosaic
     name: Backend = "triton" if kernel is triton else "mosaic"
     refusal = kernel.supports(queries, keys)
-    match resolve("index_scores", backend, refusal=refusal, kernel=name):
+    tpu_refusal = tpu.supports(queries, keys)
+    match resolve("index_scores", backend, refusal=refusal, kernel=name, tpu_refusal=tpu_refusal):
+        case "tpu":
+            return _tpu(queries, weights, keys, visible)
         case "mosaic":
             return _mosaic(queries, weights, keys, visible)
         case "triton":

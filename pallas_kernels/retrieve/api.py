@@ -2,19 +2,21 @@
 
 from jaxtyping import Array, Int
 
+from pallas_kernels.common import tpu_records
 from pallas_kernels.common.backends import Backend, resolve
-from pallas_kernels.retrieve import reference, triton
+from pallas_kernels.common.record_layout import words_of_record
+from pallas_kernels.retrieve import reference, tpu, triton
 from pallas_kernels.retrieve.types import Fetches, Moves
 
 
 def retrieve(
-    host: Int[Array, "N _"],
-    slots: Int[Array, "S W"],
+    host: Int[Array, "N *_"],
+    slots: Int[Array, "S *W"],
     fetches: Fetches,
     moves: Moves | None = None,
     *,
     backend: Backend | None = None,
-) -> Int[Array, "S W"]:
+) -> Int[Array, "S *W"]:
     """Copy host records into slots, bit exact, and slots into other slots.
 
     Lists may be empty. An entry with NO_SLOT on either side does nothing. Ids that are out of range
@@ -43,21 +45,25 @@ def retrieve(
         ValueError: the records of the host pool and the slots are of different sizes.
     """
     check_pools(host, slots)
-    match resolve("retrieve", backend, refusal=None):
+    refusal = tpu_records.supports(host, slots)
+    match resolve("retrieve", backend, refusal=None, tpu_refusal=refusal):
+        case "tpu":
+            return tpu.retrieve(host, slots, fetches, moves)
         case "triton":
             return triton.retrieve(host, slots, fetches, moves)
         case _:
             return reference.retrieve(host, slots, fetches, moves)
 
 
-def check_pools(host: Int[Array, "N _"], slots: Int[Array, "S W"]) -> None:
+def check_pools(host: Int[Array, "N *_"], slots: Int[Array, "S *W"]) -> None:
     """Whether records of the host pool fit into the slots.
 
     Raises:
         ValueError: see `retrieve`.
     """
-    if host.shape[1] != slots.shape[1]:
+    if host.shape[1:] != slots.shape[1:]:
+        words = [words_of_record(pool) for pool in (host, slots)]
         raise ValueError(
-            f"records of {host.shape[1]} words cannot be fetched into slots of {slots.shape[1]}; "
+            f"records of {words[0]} words cannot be fetched into slots of {words[1]}; "
             "a record needs the size of a slot"
         )

@@ -9,8 +9,8 @@ from pallas_kernels.retrieve.types import Fetches, Moves, wanted_targets
 
 
 def retrieve(
-    host: Int[Array, "N W"], slots: Int[Array, "S W"], fetches: Fetches, moves: Moves | None
-) -> Int[Array, "S W"]:
+    host: Int[Array, "N *W"], slots: Int[Array, "S *W"], fetches: Fetches, moves: Moves | None
+) -> Int[Array, "S *W"]:
     """See `api.retrieve`."""
     fetched = records_at(as_device(host), fetches.rows.reshape(-1))
     targets = dropping(wanted_targets(fetches).reshape(-1), slots.shape[0])

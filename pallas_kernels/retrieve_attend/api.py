@@ -36,8 +36,8 @@ class Attention(NamedTuple):
 
 
 def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
-    host: Int[Array, "N _"],
-    slots: Int[Array, "S W"],
+    host: Int[Array, "N *_"],
+    slots: Int[Array, "S *W"],
     fetches: Fetches,
     attention: Attention,
     moves: Moves | None = None,
@@ -47,7 +47,7 @@ def retrieve_attend(  # noqa: PLR0913  # what is read, and how it is read
     value_width: int,
     scale: float,
     backend: Backend | None = None,
-) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S W"]]:
+) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S *W"]]:
     """`retrieve`, then `sparse_attention` over the slots, with the same results bit by bit.
 
     The attention works on rows that are there while missing records come over the link. Positions

@@ -24,7 +24,7 @@ from pallas_kernels.sparse_attention.mosaic_work import BLOCK, HEADS
 
 def supports(
     query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     *,
     offset: int,
     row_format: DTypeLike | ScaledRow,

@@ -12,8 +12,8 @@ from pallas_kernels.sparse_attention.api import sparse_attention
 
 
 def retrieve_attend(
-    host: Int[Array, "N W"],
-    slots: Int[Array, "S W"],
+    host: Int[Array, "N *W"],
+    slots: Int[Array, "S *W"],
     fetches: Fetches,
     attention: tuple[
         Float[Array, "R T H width"], Int[Array, "R T K"], Int[Array, "R T K"], Int[Array, "R U"]
@@ -22,7 +22,7 @@ def retrieve_attend(
     *,
     backend: Backend | None,
     **options: Any,  # noqa: ANN401  # those of sparse attention
-) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S W"]]:
+) -> tuple[tuple[Float[Array, "R T H value"], Float[Array, "R T H"]], Int[Array, "S *W"]]:
     """See `api.retrieve_attend`."""
     query, location, _, _ = attention
     with jax.named_scope("retrieve"):

@@ -6,18 +6,18 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.common.scaled_rows import ScaledRow
-from pallas_kernels.sparse_attention import mosaic, reference
+from pallas_kernels.sparse_attention import mosaic, reference, tpu
 
 # Traced and lowered once for all calls with operands of the same shapes: a model of 78 layers has
 # as many calls, and each takes a second.
-_mosaic = jax.jit(
-    mosaic.sparse_attention, static_argnames=("offset", "row_format", "value_width", "scale")
-)
+_STATIC = ("offset", "row_format", "value_width", "scale")
+_mosaic = jax.jit(mosaic.sparse_attention, static_argnames=_STATIC)
+_tpu = jax.jit(tpu.sparse_attention, static_argnames=_STATIC)
 
 
 def sparse_attention(  # noqa: PLR0913  # what it reads, and how it reads it
     query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
     sinks: Float[Array, " H"] | None = None,
     *,
@@ -59,7 +59,10 @@ def sparse_attention(  # noqa: PLR0913  # what it reads, and how it reads it
     """
     options = {"offset": offset, "row_format": row_format, "value_width": value_width}
     refusal = mosaic.supports(query, slots, **options)
-    match resolve("sparse_attention", backend, refusal=refusal):
+    tpu_refusal = tpu.supports(query, slots, **options)
+    match resolve("sparse_attention", backend, refusal=refusal, tpu_refusal=tpu_refusal):
+        case "tpu":
+            return _tpu(query, slots, location, sinks, scale=scale, **options)
         case "mosaic":
             return _mosaic(query, slots, location, sinks, scale=scale, **options)
         case _:

@@ -57,7 +57,7 @@ EXPANDING = Registers(fetch=72, weigh=104, sum=168)
 
 def supports(
     query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     *,
     offset: int,
     row_format: DTypeLike | ScaledRow,

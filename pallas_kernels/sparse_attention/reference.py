@@ -11,7 +11,7 @@ from pallas_kernels.common.scaled_rows import ScaledRow, decode
 
 def sparse_attention(
     query: Float[Array, "R T H width"],
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
     sinks: Float[Array, " H"] | None = None,
     *,
@@ -54,7 +54,7 @@ def sparse_attention(
 
 
 def _rows(
-    slots: Int[Array, "S W"],
+    slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
     offset: int,
     width: int,

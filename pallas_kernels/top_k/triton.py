@@ -30,9 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.triton_select import middle, ranks, taken
-
-LOWEST = -0x7F7FFFFF
-"""The key of the lowest selectable score. The key of -inf is one less."""
+from pallas_kernels.top_k.keys import LOWEST, keys_of
 
 LARGEST_K = 4096
 """Beyond, the candidates of a row would not fit into the registers of one program."""
@@ -186,7 +184,7 @@ def _choose_kernel(*refs: jax.Ref, k: int, width: int) -> None:
         candidates_ref, count_ref = candidates
         live = place < plgpu.load(count_ref.at[row])
         position = plgpu.load(candidates_ref.at[row, place], mask=live, other=0)
-    keys = _keys(plgpu.load(scores_ref.at[row, position], mask=live, other=-jnp.inf))
+    keys = keys_of(plgpu.load(scores_ref.at[row, position], mask=live, other=-jnp.inf))
     low, high, above = _kth(keys, jnp.minimum(k, jnp.sum((keys >= LOWEST).astype(jnp.int32))))
     take, rank, count = ranks(keys >= high, keys >= low, k - above, (0, 0))
     # What is not taken goes past the end: a mask on the GPU, a dropped index in interpret mode.
@@ -196,23 +194,13 @@ def _choose_kernel(*refs: jax.Ref, k: int, width: int) -> None:
     plgpu.store(chosen_ref.at[row, rest], jnp.full_like(rest, NO_SLOT), mask=empty)
 
 
-def _keys(scores: Float[Array, " n"]) -> Int[Array, " n"]:
-    """Integers in the order of the scores, both zeros alike.
-
-    In:  -inf         -1.0         -0.0  0.0  1.0         inf
-    Out: -0x7F800000  -0x3F800000   0    0    0x3F800000  0x7F800000
-    """
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
-    return jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)
-
-
 def _load_keys(
     scores_ref: jax.Ref, row: jax.Array, positions: int, block: int, number: jax.Array | int
 ) -> Int[Array, " block"]:
     """Keys of block `number` of a row; those beyond its end cannot be selected."""
     place = number * block + jnp.arange(block, dtype=jnp.int32)
     inside = place < positions
-    return _keys(plgpu.load(scores_ref.at[row, place], mask=inside, other=-jnp.inf))
+    return keys_of(plgpu.load(scores_ref.at[row, place], mask=inside, other=-jnp.inf))
 
 
 def _turns(positions: int, sizes: Tuning) -> int:

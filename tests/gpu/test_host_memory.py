@@ -13,7 +13,7 @@ from dhisparse_jax.engine.events import NewTokens, StepDone, StepMetrics
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import host_sharding
-from pallas_kernels.backup import triton as backup_triton
+from pallas_kernels.backup import launch
 from pallas_kernels.backup.api import backup
 from pallas_kernels.retrieve.api import retrieve
 from pallas_kernels.retrieve.types import Fetches, Moves
@@ -26,7 +26,7 @@ pytestmark = [
 
 WORDS = [96, 164, 288, 672]
 RNG = np.random.default_rng(0)
-POOLS_AT_ONCE = [True] if backup_triton.SEVERAL_RESULTS else []
+POOLS_AT_ONCE = [True] if launch.SEVERAL_RESULTS else []
 """Whether one kernel writes all pools. Where it can, the other form must work too."""
 
 
@@ -91,7 +91,7 @@ def test_retrieve_reads_pinned_memory_in_place(words):
 
 @pytest.mark.parametrize("at_once", [*POOLS_AT_ONCE, False])
 def test_backup_writes_every_pool_in_place(at_once, monkeypatch):
-    monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", at_once)
+    monkeypatch.setattr(launch, "SEVERAL_RESULTS", at_once)
     slots = [_words(700, words) for words in WORDS]
     slots_of = [0, 1, 2, 3, 3, 1, 3]
     pools = [_words(2000, WORDS[array]) for array in slots_of]

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.hierarchy.state import HOST_KIND, host_sharding
-from pallas_kernels.common.backends import decisions, default_backend, resolve
+from pallas_kernels.common.backends import (
+    decisions,
+    default_backend,
+    resolve,
+    target,
+    targeting,
+)
 from pallas_kernels.common.ids import NO_SLOT, dropping, masked
 from pallas_kernels.common.memory_space import as_device, as_host, is_host
 from pallas_kernels.common.rows import gather_words, pack, unpack, words_of
@@ -97,7 +103,9 @@ def test_typed_view_is_unpack_where_nothing_but_xla_reads_it(dtype, interpret):
         ("retrieve", "gpu", "triton"),
         ("plan", "gpu", "triton"),
         ("sparse_attention", "cpu", "reference"),
-        ("sparse_attention", "tpu", "reference"),
+        ("plan", "tpu", "reference"),
+        ("retrieve_attend", "tpu", "reference"),
+        ("retrieve", "tpu", "tpu"),
         ("retrieve", "cpu", "reference"),
     ],
 )
@@ -106,8 +114,31 @@ def test_default_backend(operation, platform, backend):
 
 
 def test_host_operations_need_a_kernel():
-    with pytest.raises(NotImplementedError, match="retrieve has no kernel for tpu"):
-        default_backend("retrieve", "tpu")
+    with pytest.raises(NotImplementedError, match="retrieve has no kernel for metal; run on cpu"):
+        default_backend("retrieve", "metal")
+
+
+def test_programs_for_a_tpu_choose_its_kernels_and_say_why():
+    with targeting("tpu"), decisions() as found:
+        assert resolve("backup", None, refusal="not for a GPU") == "tpu"
+        assert resolve("plan", None, refusal=None) == "reference"
+        with pytest.raises(NotImplementedError, match="retrieve cannot run this: odd records"):
+            resolve("retrieve", None, refusal=None, tpu_refusal="odd records")
+    assert [decision.why for decision in found] == [
+        "the TPU kernel for operands like these",
+        "XLA's gathers and sorts of small tables serve on a TPU",
+    ]
+    with pytest.raises(NotImplementedError, match="plan has no tpu kernel"):
+        resolve("plan", "tpu", refusal=None)
+
+
+def test_what_is_traced_for_one_target_is_not_taken_for_another():
+    targets = []
+    traced = jax.jit(lambda: targets.append(target().platform) or jnp.int32(0))
+    for platform in ("tpu", "cpu", "tpu"):
+        with targeting(platform):
+            traced()
+    assert targets == ["tpu", "cpu"]
 
 
 def test_only_a_default_gives_way_to_the_reference(monkeypatch):

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from dhisparse_jax.hierarchy.state import HOST_KIND
 from pallas_kernels.backup import api as backup_api
 from pallas_kernels.backup import cases as backup_cases
+from pallas_kernels.backup import launch
 from pallas_kernels.backup import reference as backup_reference
 from pallas_kernels.backup import triton as backup_triton
 from pallas_kernels.common.rows import unpack
@@ -19,6 +20,7 @@ from pallas_kernels.retrieve import api as retrieve_api
 from pallas_kernels.retrieve import cases as retrieve_cases
 from pallas_kernels.retrieve import reference as retrieve_reference
 from pallas_kernels.retrieve import triton as retrieve_triton
+from tests.support.copies import backed_up, retrieved
 from tests.support.lowering import lowered, lowered_kernels
 from tests.support.memory import on_host
 
@@ -38,34 +40,6 @@ BACKUP = {
     "triton_few": partial(backup_triton.backup, tuning=FEW, interpret=True),
     "triton_pool_by_pool": partial(backup_triton.backup, interpret=True),
 }
-
-
-def copied(destination, source, to, from_):
-    """Copies, one at a time: -1 skips, what does not exist is all ones, and nowhere is dropped."""
-    for target, origin in zip(to.tolist(), from_.tolist(), strict=True):
-        if target == -1 or origin == -1 or not 0 <= target < len(destination):
-            continue
-        destination[target] = source[origin] if 0 <= origin < len(source) else -1
-    return destination
-
-
-def retrieved(inputs):
-    """What `retrieve` must return."""
-    fetches, result = inputs.fetches, inputs.slots.copy()
-    if inputs.moves:
-        copied(result, inputs.slots, inputs.moves.targets, inputs.moves.sources)
-    for rows, targets, count in zip(*fetches, strict=True):
-        copied(result, inputs.host, targets[:count], rows[:count])
-    return result
-
-
-def backed_up(inputs):
-    """What `backup` must return."""
-    each = zip(inputs.hosts, inputs.slots_of, inputs.sources, strict=True)
-    return [
-        copied(host.copy(), inputs.slots[array], inputs.rows, sources)
-        for host, array, sources in each
-    ]
 
 
 def run_backup(call, inputs, hosts):
@@ -91,7 +65,7 @@ def test_retrieve(name, implementation):
 @pytest.mark.parametrize("implementation", BACKUP)
 @pytest.mark.parametrize("name", backup_cases.CASES)
 def test_backup(name, implementation, monkeypatch):
-    monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", implementation != "triton_pool_by_pool")
+    monkeypatch.setattr(launch, "SEVERAL_RESULTS", implementation != "triton_pool_by_pool")
     inputs = backup_cases.CASES[name]()
     hosts = run_backup(BACKUP[implementation], inputs, [on_host(host) for host in inputs.hosts])
     for host, wanted in zip(hosts, backed_up(inputs), strict=True):
@@ -189,14 +163,14 @@ def test_a_step_is_one_kernel_each(words, monkeypatch):
     fetch, back_up = production(words)
     assert lowered_kernels(retrieve_triton.retrieve, *fetch) == 1
     for several, kernels in ((True, 1), (False, 21)):
-        monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", several)
+        monkeypatch.setattr(launch, "SEVERAL_RESULTS", several)
         # Another function each time, or JAX remembers the first lowering.
         assert lowered_kernels(partial(backup_triton.backup), *back_up) == kernels
 
 
 @pytest.mark.parametrize("several", [True, False])
 def test_every_pool_of_a_backup_is_aliased(several, monkeypatch):
-    monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", several)
+    monkeypatch.setattr(launch, "SEVERAL_RESULTS", several)
     hlo = lowered(partial(backup_triton.backup), *production(672)[1])
     assert hlo.count("#stablehlo.output_operand_alias<") == 21
     outputs = [f"output_tuple_indices = [{pool}]" if several else "" for pool in range(21)]
@@ -206,7 +180,7 @@ def test_every_pool_of_a_backup_is_aliased(several, monkeypatch):
 @pytest.mark.parametrize("records", [2**20, 2**22])
 def test_offsets_are_64_bit_where_a_pool_needs_it(records, monkeypatch, capfd):
     """2**22 records of 672 words are 2**31.4 words. The printed kernel says what it adds."""
-    monkeypatch.setattr(backup_triton, "SEVERAL_RESULTS", True)
+    monkeypatch.setattr(launch, "SEVERAL_RESULTS", True)
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, debug=True))
     ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     hosts, slots = [ids(records, 672)] * 2, ids(64, 672)

@@ -120,7 +120,7 @@ def _dense(params, tokens, form):
         def attend(opened, layer, rows, query):
             keys, before, found = opened
             rows = before if rows is None else stored_rows(geometry.row, rows[0])
-            options = row_options(geometry, layer)
+            options = row_options(geometry, layer * geometry.row.words)
             attended = sparse_attention(query, rows, found.records, **options)
             return Attended(*attended), (keys, rows, found)
 
