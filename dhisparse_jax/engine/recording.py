@@ -94,7 +94,9 @@ class Recorder:
         self._pending: list[bytes | _Launched] = []  # from the latest dispatch on
         self._error: OSError | None = None
         head = {"format": FORMAT, "version": VERSION, "bits": self._bits}
-        self._write(json.dumps(head | {"config": dataclasses.asdict(cfg)}).encode() + b"\n")
+        sizes = dataclasses.asdict(cfg)
+        del sizes["record_layout"]  # of this machine; nothing that is recorded depends on it
+        self._write(json.dumps(head | {"config": sizes}).encode() + b"\n")
 
     def joined(self, row: int, length: int) -> None:
         """See `Watcher`."""

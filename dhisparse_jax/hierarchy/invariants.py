@@ -187,7 +187,8 @@ def _packed(keys: Host, cfg: HierarchyConfig) -> np.ndarray:
     every = jax.tree.leaves(keys)[0].shape[:2]
     rows = every[0] * every[1]  # said, since keys may have no numbers
     flat = jax.tree.map(lambda leaf: jnp.asarray(leaf.reshape(rows, *leaf.shape[2:])), keys)
-    return np.asarray(packed_keys(flat, cfg.record_layout)).reshape(*every, *cfg.key_shape)
+    packed = np.asarray(packed_keys(flat, cfg.record_layout))
+    return packed.reshape(*every, *packed.shape[1:])
 
 
 def _host_pages_held(host: Host, cfg: HierarchyConfig) -> bool:

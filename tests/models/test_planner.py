@@ -96,8 +96,11 @@ def test_what_hides_the_retrieval():
 
 
 def test_a_slower_stage_makes_a_longer_step():
-    speeds = {**PUBLISHED.gpu.speeds, "experts": Speed(PUBLISHED.gpu.speeds["experts"].share / 2)}
+    share = PUBLISHED.gpu.speeds["experts"].share
+    half, whole = ({**PUBLISHED.gpu.speeds, "experts": Speed(part)} for part in (share / 2, share))
     # A GPU has a dict, so its plan cannot be kept.
-    slow = planned.__wrapped__(gpu=dataclasses.replace(PUBLISHED.gpu, speeds=speeds))[Policy.FIXED]
-    fast = planned()[Policy.FIXED]
+    slow, fast = (
+        planned.__wrapped__(gpu=dataclasses.replace(PUBLISHED.gpu, speeds=speeds))[Policy.FIXED]
+        for speeds in (half, whole)
+    )
     assert slow.step.seconds - fast.step.seconds == pytest.approx(fast.step.stages["experts"])
