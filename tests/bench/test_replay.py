@@ -66,7 +66,7 @@ def runs(folder):
 
 CASES = [
     ("fixed", 0, 1),
-    ("adaptive", 3, 4),
+    pytest.param("adaptive", 3, 4, marks=pytest.mark.slow),
     pytest.param("adaptive", 0, 1, marks=pytest.mark.slow),
     # The same draft by single steps, and with the other policy.
     pytest.param("adaptive", 3, 1, marks=pytest.mark.slow),

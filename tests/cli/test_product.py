@@ -163,6 +163,7 @@ def test_verify_hf_sees_a_changed_weight(run, published, tmp_path):
     assert result.last_json["max_abs_diff"] > 0.1
 
 
+@pytest.mark.slow  # as engine/test_policies.py, through the command
 def test_policies_give_the_same_tokens(run, published, tmp_path, prompt):
     files = [prompt(f"p{n}", bytes(range(65, 65 + n))) for n in (5, 40, 90)]
     arguments = [item for path in files for item in ("-p", path)]
@@ -214,7 +215,11 @@ PLAIN = {}
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "policy"), [("dflash2", None, "adaptive"), ("dspark", "auto", "fixed")]
+    ("kind", "length", "policy"),
+    [
+        ("dflash2", None, "adaptive"),
+        pytest.param("dspark", "auto", "fixed", marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_give_the_same_tokens(run, published, drafts, tmp_path, kind, length, policy):
     plain = PLAIN.get("run") or decoded(run, published, tmp_path)

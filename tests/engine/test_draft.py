@@ -65,7 +65,13 @@ def speculated(policy, length, errs=5, steps=1):
 
 @pytest.mark.parametrize(
     ("policy", "length"),
-    [("resident", 3), ("fixed", 3), ("adaptive", 3), ("fixed", 1), ("adaptive", 6)],
+    [
+        ("resident", 3),
+        ("fixed", 3),
+        ("adaptive", 3),
+        pytest.param("fixed", 1, marks=pytest.mark.slow),
+        pytest.param("adaptive", 6, marks=pytest.mark.slow),
+    ],
 )
 def test_same_tokens_for_every_policy_and_length(policy, length):
     result = speculated(policy, length)

@@ -88,7 +88,12 @@ def logits(form, policy, queries=1, split=40):
 
 
 @pytest.mark.parametrize(
-    ("form", "policy"), [("fp8", "fixed"), ("fp8", "adaptive"), ("bfloat16", "adaptive")]
+    ("form", "policy"),
+    [
+        pytest.param("fp8", "fixed", marks=pytest.mark.slow),
+        ("fp8", "adaptive"),
+        pytest.param("bfloat16", "adaptive", marks=pytest.mark.slow),
+    ],
 )
 def test_same_tokens_under_every_policy(form, policy):
     """Requests join, leave, and share their beginnings."""

@@ -14,6 +14,7 @@ DISAGREE = (
 )
 
 
+@pytest.mark.slow  # two processes, below, are the cheaper representative
 def test_a_checkpoint_over_two_devices_decodes_as_on_one(tmp_path):
     """Experts are spread over both, and requests, for which each has pools of its own."""
     write_published(tmp_path)

@@ -70,13 +70,9 @@ CONFIGS = {
 
 
 QUICK = {
-    "resident_verify",
     "fixed_one_slot_verify",
-    "fixed_k",
-    "fixed_small_host_pages",
     "adaptive_verify",
     "adaptive_host_page_of_one",
-    "adaptive_fp8",
 }
 """Those that run by default: every policy, format and corner in one of them at least."""
 

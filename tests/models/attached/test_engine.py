@@ -51,6 +51,7 @@ def test_greedy_tokens_are_those_without_a_draft(kind, policy):
     assert 0 < sum(result.acceptance.accepted) < sum(result.acceptance.verified)
 
 
+@pytest.mark.slow
 def test_a_text_and_the_ring_are_those_of_the_numpy_model():
     """A random draft, which is hardly ever right."""
     cfg = small_v41.config(*POLICIES["fixed"], requests=1, queries=5)

@@ -117,7 +117,8 @@ def test_requests_that_come_and_go_get_the_tokens_they_have_alone(policy):
     assert broken == []
 
 
-@pytest.mark.parametrize("policy", ["fixed", pytest.param("resident", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fixed", "resident"])
 def test_rejected_tokens_leave_no_trace(policy):
     """A draft that errs at every third position; what it wrote is in no later token."""
     for number, asked in enumerate(REQUESTS[:3]):
@@ -146,6 +147,7 @@ def test_history_in_fp8_is_rounded_once():
     assert np.array_equal(*found)
 
 
+@pytest.mark.slow
 def test_nothing_is_shared_between_requests():
     """Records are not all that a prefill needs, so a common beginning is computed again."""
     served = engine("fixed")
