@@ -74,7 +74,7 @@ QUICK = {
     "adaptive_verify",
     "adaptive_host_page_of_one",
 }
-"""Those that run by default: every policy, format and corner in one of them at least."""
+"""Those that run by default: the least budget, growth and release, and little host memory."""
 
 
 class Compiled:
