@@ -31,7 +31,7 @@ from bench.load_sweep import pieces
 from bench.record import environment, save, write
 from dhisparse_jax.cli.options import BUNDLED_DRAFT, BUNDLED_MODEL, NO_DRAFT, DraftOptions
 from dhisparse_jax.cli.session import default_dispatch_steps, load_draft
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
 from dhisparse_jax.engine.replay import warm_up
@@ -182,7 +182,7 @@ class Bench:
             capacity=self._capacity,
             queries=queries,
             hot_rows=whole_pages(share),
-            tail=max(16, 2 * queries),
+            tail=usual_tail(queries),
             host_pages=self._host_pages,
         )
         steps = default_dispatch_steps(self._loaded.params)

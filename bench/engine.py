@@ -21,7 +21,7 @@ from bench.load_sweep import make_requests
 from bench.record import environment, save, write
 from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
 from dhisparse_jax.cli.session import load_draft, rule_of
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import NewTokens, StepDone
 from dhisparse_jax.models import registry
@@ -89,7 +89,7 @@ def _engine(
         capacity=prompt_bytes + new_tokens,
         queries=queries,
         hot_rows=hot_rows,
-        tail=max(16, 2 * queries),
+        tail=usual_tail(queries),
     )
     rule = rule_of(draft.drafter, draft_name != NO_DRAFT)
     engine = Engine(loaded.model, loaded.params, cfg, draft=draft, rule=rule, steps=together)

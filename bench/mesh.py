@@ -20,7 +20,7 @@ from bench.load_sweep import make_requests
 from bench.record import environment, save, write
 from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
 from dhisparse_jax.cli.session import default_dispatch_steps, load_draft, load_model
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import NewTokens
 from dhisparse_jax.mesh import MeshShape
@@ -95,7 +95,7 @@ class Crowd:
             capacity=min(loaded.context, prompt_bytes + new + queries),
             queries=queries,
             hot_rows=hot_rows,
-            tail=max(16, 2 * queries),
+            tail=usual_tail(queries),
         )
         self._engine = Engine(
             loaded.model, loaded.params, cfg, draft=proposer, steps=steps, mesh=mesh

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from bench.replayed import ReplayedDraft, ReplayedDrafter
 from bench.shard_model import ShardParams
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.engine.output import Packed, places
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.state import HierarchyState, abstract
@@ -49,7 +49,7 @@ class Cell:
             capacity=capacity,
             queries=queries,
             hot_rows=self.hot_rows,
-            tail=max(16, 2 * queries),
+            tail=usual_tail(queries),
             host_pages=pages,
         )
 

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from bench import shard_programs as programs
 from bench.shard_model import ShardModel, ShardParams
-from bench.shard_programs import Parts
+from bench.shard_programs import Parts, Place
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.output import Packed
 from dhisparse_jax.hierarchy.state import HierarchyState
@@ -47,6 +47,7 @@ class Segments:
         cfg: sizes of the hierarchy.
         taps: layers that the drafter reads.
         model_pool: for each pool, the one whose program runs it.
+        where: each pool, and its place in its hot pool, on the device: sent once.
         begin: asks, and embeds.
         groups: by the pool that stands for its kind.
         end: settles.
@@ -55,6 +56,7 @@ class Segments:
     cfg: HierarchyConfig
     taps: tuple[int, ...]
     model_pool: tuple[int, ...]
+    where: tuple[tuple[Place, Place], ...]
     begin: Callable[..., Any]
     groups: dict[int, Callable[..., Any]]
     end: Callable[..., Any]
@@ -104,8 +106,8 @@ class Segments:
         parts = Parts(pool=hierarchy.pools[pool], hot=hierarchy.hot[number])
         own = layers_of(self.cfg.geometry, pool, tuple(range(self._layers(pool))))
         layers = tuple(params.weights.layers[number] for number in own)
-        where = jnp.int32(pool), jnp.int32(self.cfg.hot_pool_of(pool)[1])
-        return layers, params.replay, where, x, asked.block, asked.live, _rest(hierarchy), parts
+        tokens, rest = (asked.block, asked.live), _rest(hierarchy)
+        return layers, params.replay, self.where[pool], x, *tokens, rest, parts
 
     def end_operands(
         self,
@@ -137,6 +139,9 @@ def segments(model: ShardModel, speculation: Speculation, cfg: HierarchyConfig) 
         cfg=cfg,
         taps=taps,
         model_pool=stands,
+        where=tuple(
+            (jnp.int32(pool), jnp.int32(cfg.hot_pool_of(pool)[1])) for pool in range(cfg.pools)
+        ),
         begin=_named(partial(programs.begin, model, speculation, cfg), "begin", ()),
         groups={
             pool: _named(group(pool), Which("groups", pool).name, (7,)) for pool in set(stands)

@@ -18,7 +18,7 @@ from rich.table import Table
 from bench.record import environment, write
 from bench.replay import Play, as_recorded, calibrated, replay, with_draft
 from bench.simulator import StepRecord, geometry
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.engine.recording import read_recording
 from dhisparse_jax.errors import UserError
 
@@ -79,7 +79,7 @@ def source(
         capacity=capacity,
         queries=queries,
         hot_rows=2 * sizes.k,
-        tail=max(16, 2 * queries),
+        tail=usual_tail(queries),
     )
     return cfg, play
 

@@ -26,7 +26,7 @@ from bench.record import environment, save, write
 from dhisparse_jax.cli.checks import AUTO
 from dhisparse_jax.cli.options import BUNDLED_MODEL, NO_DRAFT, DraftOptions
 from dhisparse_jax.cli.session import default_dispatch_steps, load_draft, rule_of
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import Acceptance, Finished, NewTokens, StepDone, StepMetrics
 from dhisparse_jax.engine.request import Request
@@ -93,7 +93,7 @@ def _engine(
         capacity=capacity,
         queries=queries,
         hot_rows=hot_rows,
-        tail=max(16, 2 * queries),
+        tail=usual_tail(queries),
     )
     rule = rule_of(draft.drafter, asked.auto)
     steps = default_dispatch_steps(loaded.params)

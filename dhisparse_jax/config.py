@@ -23,6 +23,11 @@ class Policy(StrEnum):
     ADAPTIVE = "adaptive"
 
 
+def usual_tail(queries: int) -> int:
+    """Positions of a tail for steps of so many queries: those of two steps, and at least 16."""
+    return max(16, 2 * queries)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HierarchyConfig:
     """Sizes of the state.

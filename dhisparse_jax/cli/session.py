@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dhisparse_jax.speculation.protocol import Draft, Drafter
     from dhisparse_jax.speculation.schedule import Rule
 
-LEAST_TAIL = 16
 PAGE_POSITIONS = 16
 """Of host memory, unless a record stands for another number of positions."""
 SMALL_MODEL_BYTES = 1e9
@@ -177,7 +176,7 @@ def config_for(
     Raises:
         UserError: as `host_pages`, or the devices do not divide the requests.
     """
-    from dhisparse_jax.config import HierarchyConfig, Policy
+    from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
     from dhisparse_jax.engine.memory import default_hot_rows
 
     geometry, shape = loaded.model.geometry, MeshShape.of(loaded.mesh)
@@ -193,7 +192,7 @@ def config_for(
         capacity=capacity,
         queries=queries,
         hot_rows=options.hot_rows or default_hot_rows(geometry, rows, capacity),
-        tail=max(LEAST_TAIL, 2 * queries),
+        tail=usual_tail(queries),
         host_page=geometry.whole * max(1, PAGE_POSITIONS // geometry.whole),
         record_selections=options.record,
     )

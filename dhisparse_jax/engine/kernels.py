@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.geometry import SCALED_KEYS, Geometry, RowFormat
 from dhisparse_jax.hierarchy.group import attend, close_group, open_group
 from dhisparse_jax.hierarchy.select import IndexInputs
@@ -39,7 +39,7 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
         capacity=2 * TOP_K,
         queries=queries,
         hot_rows=TOP_K,
-        tail=max(16, 2 * queries),
+        tail=usual_tail(queries),
     )
     dtype = jnp.float32 if stored == "float32" else jnp.bfloat16
 

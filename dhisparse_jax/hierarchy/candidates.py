@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.geometry import Candidates
-from pallas_kernels.common.ids import NO_SLOT, dropping, masked
+from pallas_kernels.common.ids import dropping, masked, packed
 from pallas_kernels.index_scores.api import index_scores
 from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.top_k.api import top_k
@@ -108,11 +108,9 @@ def _candidate_scores(
         return jnp.where(blocks[..., None] >= 0, found, -jnp.inf)
     members = _members(blocks, -(-keys.shape[1] // rule.block)).any(axis=1)
     place = jnp.cumsum(members, axis=-1, dtype=jnp.int32) - 1
-    room = most * count
+    room = most * count  # at most as many as all blocks: `are_few`
     number = jnp.broadcast_to(jnp.arange(members.shape[1], dtype=jnp.int32), members.shape)
-    row = jnp.arange(requests, dtype=jnp.int32)[:, None]
-    union = jnp.full((requests, room), NO_SLOT, jnp.int32)
-    union = union.at[row, dropping(masked(place, members), room)].set(number, mode="drop")
+    union = packed(members, number)[:, :room]
 
     def add(piece: Int[Array, ""], scores: Float[Array, "R T n"]) -> Float[Array, "R T n"]:
         some = lax.dynamic_slice_in_dim(union, piece * most, most, axis=1)

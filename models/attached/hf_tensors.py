@@ -8,10 +8,10 @@ from dhisparse_jax.configs.attached import AttachedConfig, stage_sizes
 from dhisparse_jax.configs.deepseek_v4 import V4Config
 from dhisparse_jax.configs.deepseek_v41 import SinceV4
 from dhisparse_jax.models.deepseek_v4.hf_tensors import (
-    EXPERT,
     HYPER_HEAD,
     IN_LAYER,
     canonical_v4_name,
+    expert_names,
     hyper_head_shapes,
     layer_shapes,
     moe_shapes,
@@ -73,12 +73,7 @@ def attached_shapes(config: AttachedConfig, target: SinceV4) -> dict[str, Shape]
 
 def attached_expert_names(config: AttachedConfig) -> list[str]:
     """Published names of the matrices of all routed experts."""
-    return [
-        f"{ROOT}.{stage}.ffn.experts.{expert}.{matrix}.weight"
-        for stage in range(config.stages)
-        for expert in range(config.num_experts)
-        for matrix in EXPERT.values()
-    ]
+    return expert_names(ROOT, config.stages, config.num_experts)
 
 
 def attached_pieces(config: AttachedConfig, like: Flat) -> dict[str, Pieces]:

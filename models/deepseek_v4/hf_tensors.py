@@ -119,10 +119,15 @@ def v4_pieces(config: V4Config, like: Flat) -> dict[str, Pieces]:
 
 def v4_expert_names(config: SinceV4) -> list[str]:
     """Published names of the matrices of all routed experts."""
+    return expert_names("layers", config.num_layers, config.num_experts)
+
+
+def expert_names(root: str, layers: int, experts: int) -> list[str]:
+    """Names of the matrices of all experts of the layers `root`.0, `root`.1, and so on."""
     return [
-        f"layers.{layer}.ffn.experts.{expert}.{matrix}.weight"
-        for layer in range(config.num_layers)
-        for expert in range(config.num_experts)
+        f"{root}.{layer}.ffn.experts.{expert}.{matrix}.weight"
+        for layer in range(layers)
+        for expert in range(experts)
         for matrix in EXPERT.values()
     ]
 

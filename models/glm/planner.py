@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.gpus import Gpu
 from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, fetched, tokens_per_step
@@ -238,7 +238,7 @@ def hierarchy_of(asked: Deployment, policy: Policy, fit: Fit, queries: int) -> H
         capacity=asked.capacity,
         queries=queries,
         hot_rows=fit.hot_rows,
-        tail=max(16, 2 * queries),
+        tail=usual_tail(queries),
         host_page=HOST_PAGE,
         host_pages=asked.requests * (asked.capacity // HOST_PAGE),
     )

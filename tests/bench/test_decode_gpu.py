@@ -270,6 +270,13 @@ def test_a_step_takes_as_long_as_its_slower_side():
     assert slow == pytest.approx(16 * 290 * (2 * 768 + 19 * 2688) / 1e9)
 
 
+def begun(setup, cfg, replay):
+    """What decodes from CONTEXT on."""
+    made = patterns(cfg)
+    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
+    return decode_state(cfg, setup.drafter, state, replay.text, CONTEXT)
+
+
 @pytest.mark.slow  # compiles two decode steps
 @pytest.mark.parametrize(("policy", "draft"), [("fixed", "none"), ("adaptive", "dflash2")])
 def test_a_step_in_pieces_is_the_step(policy, draft):
@@ -291,11 +298,9 @@ def test_a_step_in_pieces_is_the_step(policy, draft):
     draft_params = draft_of(setup, weights, replay, PUBLISHED_SURVIVAL)[1]
     form = jax.tree.structure(params)
     whole = jax.jit(partial(packed_steps, 1, setup.model, speculation, cfg, form))
-    made, ends = patterns(cfg), []
+    ends = []
     for step, operand in ((whole, jax.tree.leaves(params)), (pieces, params)):
-        state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
-        state = decode_state(cfg, setup.drafter, state, replay.text, CONTEXT)
-        outputs = []
+        state, outputs = begun(setup, cfg, replay), []
         for _ in range(3):
             place = places(cfg, 1)[0]
             state, place = step(operand, draft_params, no_profile(cfg), state, place)
@@ -325,9 +330,7 @@ def test_a_cell_fetches_what_the_simulator_says():
     text = np.arange(3, dtype=np.int32)[:, None] + 7
     replay = replay_arrays(setup.params.replay, chosen, paths, text, CONTEXT)
     params = ShardParams(weights=random_weights(setup.params.weights), replay=replay)
-    made = patterns(cfg)
-    state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
-    state = decode_state(cfg, setup.drafter, state, replay.text, CONTEXT)
+    state = begun(setup, cfg, replay)
     step = segments(setup.model, Speculation(setup.drafter), cfg)
     place, seen = places(cfg, 1)[0], []
     for _ in range(12):
