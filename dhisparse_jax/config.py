@@ -10,13 +10,20 @@ from pallas_kernels.common.record_layout import RecordLayout, record_layout
 from pallas_kernels.common.rows import WORD_BYTES
 
 MAX_PAGE_SLOTS = 16
+"""Most slots of a page: few enough that a page is soon given away, and soon full."""
 
 GHOST_PAGES = 4
 """Pages' worth of evictions that adaptive residency remembers of every request and pool."""
 
 
 class Policy(StrEnum):
-    """How budgets are set; everything else is the same code."""
+    """How budgets are set; everything else is the same code.
+
+    Attributes:
+        RESIDENT: every record has a slot.
+        FIXED: every request has the same slots at every load.
+        ADAPTIVE: slots go to the requests and pools where they save most fetches.
+    """
 
     RESIDENT = "resident"
     FIXED = "fixed"

@@ -84,7 +84,13 @@ def sampler_row(sampling: Sampling, number: int) -> Sampler:
 
 
 class Purpose(enum.IntEnum):
-    """What a random draw at a position is for; draws of different purposes are independent."""
+    """What a random draw at a position is for; draws of different purposes are independent.
+
+    Attributes:
+        CHOOSE: the token itself, or the one after the accepted proposals.
+        PROPOSE: a token that a draft proposes.
+        ACCEPT: whether a proposal stands.
+    """
 
     CHOOSE = 0
     PROPOSE = 1

@@ -15,7 +15,10 @@ from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES, abstract
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
 
 PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable that bounds pinned host memory on a GPU, in GB."""
+
 PINNED_LIMIT_DEFAULT_GB = 64
+"""The bound where it is not set."""
 
 HOT_SHARE = 0.5
 """Share of the free device memory that hot pools may take when no budget is given."""
