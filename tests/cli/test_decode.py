@@ -103,6 +103,14 @@ def test_document_can_go_to_a_device(run, fake, prompt):
     assert not os.path.isfile(os.devnull)
 
 
+def test_nothing_lies_beside_the_document_while_it_is_not_written(run, fake, prompt, tmp_path):
+    """So that `kill -9` leaves nothing."""
+    seen = set()
+    fake.engine.on_step = lambda step: seen.update(child.name for child in tmp_path.iterdir())
+    assert run("decode", "-p", prompt("a", b"a"), "--json", tmp_path / "out.json").code == 0
+    assert seen == {"a"}
+
+
 def test_failure_leaves_no_file_behind(run, fake, prompt, tmp_path):
     path = tmp_path / "out.json"
     assert "context" in run("decode", "-p", prompt("a", b"a" * 99), "--json", path).error
