@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Generator[None, None, None]:
-    """Take SIGTERM as Ctrl-C, so that it too keeps what was generated and leaves no litter."""
+    """Take SIGTERM as Ctrl-C, also where a command has no steps to end between."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
