@@ -14,7 +14,7 @@ log = logging.getLogger("mkdocs.docstrings")  # what MkDocs counts in strict mod
 
 NAME = re.compile(r"(?<!`)`([A-Za-z]\w*(?:\.[A-Za-z_]\w*)*)`(?!`)")
 FILE = re.compile(r"\.(json|npy|py)$")
-TABLE = re.compile(r"(?:^\S.*?\S {2,}\S.*(?:\n|\Z))+", re.MULTILINE)
+TABLE = re.compile(r"(?:^\S.*?\S {2,}\S.*(?:\n +\S.*)*(?:\n|\Z))+", re.MULTILINE)
 
 PACKAGES = ("dhisparse_jax", "pallas_kernels")
 LOOSE = (

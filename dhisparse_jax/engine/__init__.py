@@ -19,7 +19,7 @@ flight.py    dispatches between their launch and their landing
 step_times.py  what a step takes, by how many requests take part
 pace.py      how many may run at once, under a bound on the time per token
 engine.py    continuous batching over a fixed number of request rows
-recording.py what every step selects, in a file, and read back
+recording.py  what every step selects, in a file, and read back
 store.py     sessions on disk
 replay.py    requests that arrive over time
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
