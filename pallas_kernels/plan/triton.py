@@ -125,6 +125,7 @@ def plan(
         retire_position=made.retire_position,
         retire_slot=made.retire_slot,
         retire_evicted=made.retire_evicted,
+        held=made.held,
         counts=PlanCounts(made.selected, made.hit, made.tail, made.fetched, made.staged),
     )
     return result, PlanTables(kept.slot_of, kept.position, kept.mark)
@@ -150,6 +151,7 @@ def _settle(
             retire_position=retiring,
             retire_slot=retiring,
             retire_evicted=retiring,
+            held=count,
             selected=count,
             hit=count,
             tail=count,
@@ -187,6 +189,7 @@ def _settle_kernel(
     _locate(asked, kept, row, missing, victims, sizes)
     barrier(sizes)  # codes of staged positions have been read
     _forget(kept, made, row, victims, missing - victims, sizes)
+    plgpu.store(made.held.at[row], slots.used + slots.free - jnp.maximum(slots.empty - victims, 0))
     plgpu.store(made.selected.at[row], slots.used + tail + missing)
     plgpu.store(made.hit.at[row], slots.used)
     plgpu.store(made.tail.at[row], tail)

@@ -151,6 +151,7 @@ class Made(NamedTuple):
     retire_position: Word  # [R, Q]
     retire_slot: Word  # [R, Q]
     retire_evicted: Word  # [R, Q]
+    held: Word  # [R]
     selected: Word  # [R]
     hit: Word  # [R]
     tail: Word  # [R]

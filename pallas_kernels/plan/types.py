@@ -84,6 +84,7 @@ class PlanResult(NamedTuple):
         retire_position: the positions of `retiring` that get a hot slot; NO_SLOT skips.
         retire_slot: int32 slot that receives each of them.
         retire_evicted: int32 position that the slot held until now, NO_SLOT if it was empty.
+        held: int32 slots of a request that hold something after it.
         counts: what the plan found.
     """
 
@@ -94,4 +95,5 @@ class PlanResult(NamedTuple):
     retire_position: Int[Array, "R Q"]
     retire_slot: Int[Array, "R Q"]
     retire_evicted: Int[Array, "R Q"]
+    held: Int[Array, " R"]
     counts: PlanCounts
