@@ -72,7 +72,8 @@ class ShardModel:
     """A share of a GLM model; see `dhisparse_jax.model.ServedModel`.
 
     Attributes:
-        config: sizes of the whole model.
+        config: sizes of the whole model, or of what one of several chips has of it
+            (`bench.shard_setup.split`).
         experts: routed experts per layer on this GPU.
         dtype: of the computation.
     """

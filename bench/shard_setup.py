@@ -13,6 +13,7 @@ from bench.shard_weights import Weights, abstract_leaf, abstract_weights
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.presets import GLM_PRESETS
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.draft.block import Vocabulary
 from dhisparse_jax.models.draft.checkpoint import abstract_model
 from dhisparse_jax.models.draft.drafter import drafter_of
@@ -32,6 +33,26 @@ def cut(config: GlmConfig, layers: int | None) -> GlmConfig:
         num_dense_layers=min(config.num_dense_layers, count),
         indexer_types=config.indexer_types[:count],
     )
+
+
+def split(config: GlmConfig, chips: int) -> GlmConfig:
+    """What one of so many chips has of a model whose every request is on all of them.
+
+    Heads, the inner width of dense MLPs, and the vocabulary are divided; rows, keys, the indexer,
+    router and shared expert are whole on each. Parts of sums, and the best of each part of the
+    vocabulary, would go between the chips.
+
+    Raises:
+        UserError: so many chips do not divide one of them.
+    """
+    sizes = {
+        name: getattr(config, name)
+        for name in ("num_heads", "dense_intermediate_size", "vocab_size")
+    }
+    for name, size in sizes.items():
+        if size % chips:
+            raise UserError(f"{chips} chips do not divide the {size} of {name}")
+    return dataclasses.replace(config, **{name: size // chips for name, size in sizes.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +119,15 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
     requests: int,
     traces: int,
     gpus: int = 8,
+    heads_over: int = 1,
     host_pages: int | None = None,
 ) -> Setup:
     """Shapes of everything for one draft; nothing is allocated.
 
+    Routed experts are spread over all `gpus`, heads over groups of `heads_over` of them (`split`).
     Without `host_pages`, every request has its own; with fewer than they need, requests share them.
     """
-    config = cut(GLM_PRESETS[name], layers)
+    config = split(cut(GLM_PRESETS[name], layers), heads_over)
     model = ShardModel(
         config=config,
         experts=max(1, config.num_experts // gpus),

@@ -3,22 +3,24 @@
     python -m bench.tpu_aot --topology v5e:2x2 --json bench/results/tpu/kernels_v5e.json
     python -m bench.tpu_aot --topology v6e:2x2 --op sparse_attention
     python -m bench.tpu_aot --topology v6e:2x2 --model glm-5.3 --json step_v6e.json
+    python -m bench.tpu_aot --topology v5e:2x2 --model glm-5.3 --heads-over 8 --layers 6
 
 libtpu (`pip install 'dhisparse-jax[tpu]'`) is the compiler of a TPU and needs none. For every case
 the result has what the compiler says of memory and cost, and beside it a model: the bytes that the
 kernel moves by design over published rates. No row has a measured time.
 
-With `--model` it is the whole decode step of one chip's share (`bench.shard_model`): attention
-whole, the routed experts shared with the other chips; all layers, since groups of one kind share a
-program (`bench.shard_segments`). The model of its traffic is its weights once, the index keys once
-and the rows of every query; what is fetched depends on the text. Whatever is donated has to be
-updated in place, host pools above all, or the command fails.
+With `--model` it is the whole decode step of one chip's share (`bench.tpu_decode`): the routed
+experts are shared with all other chips, heads with few or none; all layers, since groups of one
+kind share a program (`bench.shard_segments`). All operands have to fit into the memory of the chip
+together, by libtpu's count, with 268 MB beside them, which no program may exceed. The model of its
+traffic is its weights once, the index keys once and the rows of every query; what is fetched
+depends on the text. Whatever is donated has to be updated in place, host pools above all, or the
+command fails.
 
 The compiler's costs are those of XLA around the kernels and of what the kernels declare; it does
 not look into them. The rate of the host link is not published, so that is an assumption.
 """
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
@@ -27,34 +29,25 @@ from typing import Annotated, Any
 
 import jax
 import typer
-from rich.table import Table
 
 from bench.kernels import CONSOLE, Row
-from bench.record import environment, save, write
-from bench.roofline import Bound, Traffic, bound
-from bench.shard_cells import Cell
-from bench.shard_memory import account, tree_bytes
-from bench.shard_setup import Setup, abstract_setup
+from bench.record import save, write
+from bench.roofline import bound
+from bench.shard_memory import tree_bytes
 from bench.tpu_cases import CASES, TpuCase
-from bench.tpu_step import TOPOLOGIES, TpuProgram, compile_for_tpu, compile_tpu_step
-from bench.work import WrongResultError
-from dhisparse_jax.config import Policy
-from dhisparse_jax.engine.rates import Floors
-from dhisparse_jax.models.glm.memory import FIXED_ROWS
+from bench.tpu_decode import HEADS_OVER, share_of, step_row
+from bench.tpu_report import (
+    PUBLISHED,
+    REFUSED,
+    about,
+    check_in_place,
+    first_line,
+    said_of,
+    table,
+    tell,
+)
+from bench.tpu_step import TOPOLOGIES, compile_for_tpu
 from pallas_kernels.common.interpret import ahead_of_time
-from pallas_kernels.common.rows import WORD_BYTES
-
-PUBLISHED = {
-    "v5e": Floors(hbm_gbps=819, h2d_gbps=16, bf16_tflops=197, launch_us=0),
-    "v6e": Floors(hbm_gbps=1640, h2d_gbps=32, bf16_tflops=918, launch_us=0),
-}
-"""Google Cloud's documents on TPU v5e and v6e. The link (h2d) is assumed: PCIe, 16 lanes of the
-third and fourth generation."""
-
-RATES = "published, and an assumed host link; nothing is measured"
-
-REFUSED = (NotImplementedError, WrongResultError, jax.errors.JaxRuntimeError)
-"""What says that a case does not compile; any other exception is a fault of the benchmark."""
 
 
 def compiled_row(operation: str, name: str, case: TpuCase, topology: str) -> Row:
@@ -72,153 +65,11 @@ def compiled_row(operation: str, name: str, case: TpuCase, topology: str) -> Row
         )
         detail |= said_of(program)
         if case.donate:
-            _check_in_place(detail["memory"], program.pool_bytes, tree_bytes(case.operands[0]))
+            check_in_place(detail["memory"], program.pool_bytes, tree_bytes(case.operands[0]))
     except REFUSED as reason:
-        detail["reason"] = _first_line(reason)
-    _tell(row, detail, least)
+        detail["reason"] = first_line(reason)
+    tell(row, detail, least)
     return {**row, "ratio": None, "bound": least.name, "detail": detail}
-
-
-def _first_line(reason: Exception) -> str:
-    lines = str(reason).strip().splitlines() or [""]
-    return f"{type(reason).__name__}: {lines[0]}"
-
-
-def step_row(name: str, setup: Setup, cell: Cell, topology: str) -> Row:
-    """Compile a decode step, and say what the compiler and the model say."""
-    with ahead_of_time(TOPOLOGIES[topology]):
-        traffic = _step_traffic(setup, cell)
-    least = bound(traffic, PUBLISHED[TOPOLOGIES[topology]])
-    layers = setup.model.config.num_layers
-    row: Row = {"op": "decode_step", "case": f"{name}_{layers}_layers", "time_us": None}
-    row |= {"floor_us": least.us, "ratio": None, "bound": least.name}
-    detail: dict[str, Any] = {"backend": "tpu", "model": {**traffic._asdict(), "copies": 0}}
-    detail["sizes"] = {
-        "policy": cell.policy.value,
-        "requests": cell.requests,
-        "queries": setup.drafter.length + 1,
-        "positions": setup.capacity,
-        "hot_rows": cell.hot_rows,
-        "experts_per_layer": setup.model.experts,
-    }
-    try:
-        programs = compile_tpu_step(setup, cell, topology)
-        said = {each: said_of(program) for each, program in programs.items()}
-        detail |= {"programs": said, "memory": _together(said)}
-        detail["compile_s"] = sum(each["compile_s"] for each in said.values())
-        for each, program in programs.items():
-            if program.pool_bytes:
-                _check_in_place(said[each]["memory"], program.pool_bytes, program.pool_bytes)
-    except REFUSED as reason:
-        detail["reason"] = _first_line(reason)
-    _tell(row, detail, least)
-    return {**row, "detail": detail}
-
-
-def _together(said: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """The most that a program needs beside its operands, and the code of all."""
-    memory = [each["memory"] for each in said.values()]
-    most = {
-        kind: max(each[kind] for each in memory)
-        for kind in ("temporary_bytes", "host_temporary_bytes")
-    }
-    return most | {"code_bytes": sum(each["code_bytes"] for each in memory)}
-
-
-def _step_traffic(setup: Setup, cell: Cell) -> Traffic:
-    """Weights but for the embedding, index keys, and the lines of what every query selects."""
-    held = account(setup, cell).bytes
-    state = ("embedding", "hot records", "tails", "staging", "tables", "workspace", "replayed")
-    read = sum(size for kind, size in held.items() if kind not in state)
-    cfg, config = setup.config(cell), setup.model.config
-    row = WORD_BYTES * cfg.record_layout.row_stride(cfg.geometry.row.words)
-    queries = cell.requests * (setup.drafter.length + 1)
-    return Traffic(hbm_bytes=read + queries * config.num_layers * config.index_top_k * row)
-
-
-def said_of(program: TpuProgram) -> dict[str, Any]:
-    """What the compiler says of memory and of cost, and how long it took."""
-    stats, cost = program.compiled.memory_analysis(), program.compiled.cost_analysis() or {}
-    device = {
-        f"{kind}_bytes": getattr(stats, f"{name}_size_in_bytes")
-        for kind, name in (
-            ("argument", "argument"),
-            ("output", "output"),
-            ("aliased", "alias"),
-            ("temporary", "temp"),
-            ("code", "generated_code"),
-        )
-    }
-    host = {
-        f"host_{kind}_bytes": getattr(stats, f"host_{name}_size_in_bytes")
-        for kind, name in (("argument", "argument"), ("aliased", "alias"), ("temporary", "temp"))
-    }
-    return {
-        "compile_s": round(program.seconds, 2),
-        "memory": device | host,
-        "compiler": {
-            "flops": cost.get("flops"),
-            "bytes": cost.get("bytes accessed"),
-            "us": 1e6 * seconds if (seconds := cost.get("optimal_seconds", 0.0)) > 0 else None,
-        },
-    }
-
-
-def _check_in_place(memory: dict[str, int], pool_bytes: int, updated: int) -> None:
-    """Whether so many bytes are updated where they are, and no host pool is copied anywhere.
-
-    Raises:
-        WrongResultError: it is not so.
-    """
-    aliased = memory["aliased_bytes"] + memory["host_aliased_bytes"]
-    temporary = memory["temporary_bytes"]
-    if memory["host_temporary_bytes"] or temporary > pool_bytes // 10 or aliased < updated:
-        raise WrongResultError(
-            f"{aliased} of {updated} bytes are updated in place; temporary are {temporary} on the "
-            f"device and {memory['host_temporary_bytes']} on the host"
-        )
-
-
-def _tell(row: Row, detail: dict[str, Any], least: Bound) -> None:
-    said = detail.get("reason") or f"compiled in {detail['compile_s']} s"
-    text = f"{row['op']} {row['case']}: {least.name} {least.us:.0f} us by the model; {said}"
-    CONSOLE.print(text, highlight=False)
-
-
-def table(rows: list[Row], title: str) -> Table:
-    """The rows for people."""
-    out = Table(title=title)
-    for name in ("operation", "case", "bound"):
-        out.add_column(name)
-    for name in ("model us", "HBM MB", "link MB", "copies", "temporary MB", "code KB", "compile s"):
-        out.add_column(name, justify="right")
-    for row in rows:
-        detail, model = row["detail"], row["detail"]["model"]
-        cells = [row["op"], row["case"], row["bound"], f"{row['floor_us']:.0f}"]
-        cells += [f"{model[kind] / 1e6:.1f}" for kind in ("hbm_bytes", "link_bytes")]
-        cells.append(str(model["copies"]))
-        if "reason" in detail:
-            out.add_row(*cells, "", "", "refused")
-            continue
-        memory = detail["memory"]
-        out.add_row(
-            *cells,
-            f"{memory['temporary_bytes'] / 1e6:.2f}",
-            f"{memory['code_bytes'] / 1e3:.0f}",
-            f"{detail['compile_s']:.1f}",
-        )
-    return out
-
-
-def about(topology: str) -> dict[str, Any]:
-    """Where the result is from, and what its figures rest on."""
-    return {
-        "bench": "tpu_aot",
-        **environment(),
-        "device": f"{topology}, described by libtpu; there is no TPU",
-        "libtpu": importlib.metadata.version("libtpu"),
-        "rates": {"are": RATES, **PUBLISHED[TOPOLOGIES[topology]]._asdict()},
-    }
 
 
 def _chosen(op: str | None, case: str) -> Iterator[tuple[str, str, TpuCase]]:
@@ -227,30 +78,6 @@ def _chosen(op: str | None, case: str) -> Iterator[tuple[str, str, TpuCase]]:
         for name, each in CASES[operation].items():
             if re.search(case, name):
                 yield operation, name, each
-
-
-def _share(
-    model: str, layers: int | None, chips: int, draft: str, requests: int, context: int
-) -> tuple[Setup, Cell]:
-    """One chip's share of a model, and its load: adaptive, with the slots of `fixed`."""
-    setup = abstract_setup(
-        model,
-        layers=layers,
-        context=context,
-        room=64,
-        draft=draft,
-        requests=requests,
-        traces=requests,
-        gpus=chips,
-    )
-    hot_rows = FIXED_ROWS * setup.model.config.index_top_k
-    return setup, Cell(
-        name="adaptive",
-        policy=Policy.ADAPTIVE,
-        draft=draft,
-        requests=requests,
-        hot_rows=hot_rows,
-    )
 
 
 def main(  # noqa: PLR0913  # a command's options
@@ -263,9 +90,18 @@ def main(  # noqa: PLR0913  # a command's options
         str | None, typer.Option(help="The decode step of this preset instead: glm-5.3 or tiny.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Only so many layers of it.")] = None,
-    chips: Annotated[int, typer.Option(help="Chips that share its experts.")] = 256,
+    chips: Annotated[int, typer.Option(help="Chips that share its routed experts.")] = 256,
+    heads_over: Annotated[
+        int | None,
+        typer.Option(
+            help="Chips of those that share its heads, dense MLPs and vocabulary, and requests; "
+            f"{' and '.join(f'{chips} for a {name}' for name, chips in HEADS_OVER.items())}."
+        ),
+    ] = None,
     draft: Annotated[str, typer.Option(help="dflash2, dspark or none.")] = "none",
-    requests: Annotated[int, typer.Option(help="Requests on the chip.")] = 2,
+    requests: Annotated[
+        int, typer.Option(help="Requests on the chip, or on the chips that share its heads.")
+    ] = 2,
     context: Annotated[int, typer.Option(help="Positions of each.")] = 100_000,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
@@ -279,8 +115,16 @@ def main(  # noqa: PLR0913  # a command's options
     rows: list[Row] = []
     if model is not None:
         with ahead_of_time(TOPOLOGIES[topology]):
-            setup, cell = _share(model, layers, chips, draft, requests, context)
-        rows.append(step_row(model, setup, cell, topology))
+            share = share_of(
+                model,
+                layers=layers,
+                chips=chips,
+                heads_over=heads_over or HEADS_OVER[TOPOLOGIES[topology]],
+                draft=draft,
+                requests=requests,
+                context=context,
+            )
+        rows.append(step_row(model, share, topology))
     else:
         for operation, name, each in _chosen(op, case):
             rows.append(compiled_row(operation, name, each, topology))

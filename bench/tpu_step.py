@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,6 +28,9 @@ from pallas_kernels.common.interpret import ahead_of_time
 
 TOPOLOGIES = {"v5e:2x2": "v5e", "v6e:2x2": "v6e"}
 """Topologies that there are, and the generation of their chips."""
+
+RESERVED_BYTES = 1 << 28
+"""Of device memory, beside the operands of a step: for its programs, and what they compute."""
 
 
 class TpuProgram(NamedTuple):
@@ -93,6 +97,21 @@ def compile_whole_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
     step = partial(packed_steps, 1, setup.model, Speculation(setup.drafter), cfg, form)
     program = jax.jit(step, donate_argnums=(3, 4))
     return compile_for_tpu(program, (weights, *others), topology)
+
+
+def compile_operands(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
+    """Compile a program that has all operands of a step in memory, and does nothing with them.
+
+    It takes another operand of RESERVED_BYTES, so that it compiles if a step fits into the memory
+    that libtpu lets programs have; otherwise JAX raises what libtpu says. It takes seconds, where
+    a step takes many minutes.
+    """
+    reserved = jax.ShapeDtypeStruct((RESERVED_BYTES,), jnp.int8)
+    with ahead_of_time(TOPOLOGIES[topology]):
+        cfg = setup.config(cell)
+        operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
+    program = jax.jit(lambda *_: jnp.zeros(8), keep_unused=True)
+    return compile_for_tpu(program, (reserved, *operands), topology)
 
 
 def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> dict[str, TpuProgram]:
