@@ -15,8 +15,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.common.backends import target, targeting
 
+COPIES_TOLD_APART = 255
+"""By the detector of races. To it, copies that share a number seem to come one after the other, and
+it gives numbers at random; without this there would be only one, and most races go unnoticed."""
+
 INTERPRETED = pltpu.InterpretParams(
     detect_races=True,
+    vector_clock_size=1 + COPIES_TOLD_APART,  # and the core
     dma_execution_mode="on_wait",  # a copy that nobody has waited for has not happened
     out_of_bounds_reads="raise",
     uninitialized_memory="nan",
