@@ -54,9 +54,16 @@ def races():
     pltpu.reset_tpu_interpret_mode_state()
 
 
-@pytest.fixture
-def no_races():
-    """The test fails if copies of an interpreted kernel race."""
+@contextlib.contextmanager
+def without_races():
+    """Fails if copies of an interpreted kernel race in the body."""
     with races() as detectors:
         yield
     assert not any(detector.races_found for detector in detectors)
+
+
+@pytest.fixture
+def no_races():
+    """The test fails if copies of an interpreted kernel race."""
+    with without_races():
+        yield
