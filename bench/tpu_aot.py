@@ -47,7 +47,7 @@ from bench.tpu_report import (
     tell,
 )
 from bench.tpu_step import TOPOLOGIES, compile_for_tpu
-from pallas_kernels.common.interpret import ahead_of_time
+from dhisparse_jax.errors import UserError
 
 
 def compiled_row(operation: str, name: str, case: TpuCase, topology: str) -> Row:
@@ -114,16 +114,19 @@ def main(  # noqa: PLR0913  # a command's options
     document = about(topology)
     rows: list[Row] = []
     if model is not None:
-        with ahead_of_time(TOPOLOGIES[topology]):
+        try:
             share = share_of(
                 model,
+                topology,
                 layers=layers,
                 chips=chips,
-                heads_over=heads_over or HEADS_OVER[TOPOLOGIES[topology]],
+                heads_over=heads_over,
                 draft=draft,
                 requests=requests,
                 context=context,
             )
+        except UserError as error:
+            raise typer.BadParameter(str(error)) from None
         rows.append(step_row(model, share, topology))
     else:
         for operation, name, each in _chosen(op, case):

@@ -131,32 +131,38 @@ def _step_traffic(setup: Setup, cell: Cell) -> Traffic:
 
 def share_of(
     model: str,
+    topology: str,
     *,
     layers: int | None,
     chips: int,
-    heads_over: int,
+    heads_over: int | None,
     draft: str,
     requests: int,
     context: int,
 ) -> Share:
-    """One chip's share of a model, and its load: adaptive, with the slots of `fixed`."""
-    setup = abstract_setup(
-        model,
-        layers=layers,
-        context=context,
-        room=64,
-        draft=draft,
-        requests=requests,
-        traces=requests,
-        gpus=chips,
-        heads_over=heads_over,
-    )
-    hot_rows = FIXED_ROWS * setup.model.config.index_top_k
+    """One chip's share of a model, and its load: adaptive, with the slots of `fixed`.
+
+    Raises:
+        UserError: the chips do not divide the heads, or what goes with them.
+    """
+    heads_over = heads_over or HEADS_OVER[TOPOLOGIES[topology]]
+    with ahead_of_time(TOPOLOGIES[topology]):
+        setup = abstract_setup(
+            model,
+            layers=layers,
+            context=context,
+            room=64,
+            draft=draft,
+            requests=requests,
+            traces=requests,
+            gpus=chips,
+            heads_over=heads_over,
+        )
     cell = Cell(
         name="adaptive",
         policy=Policy.ADAPTIVE,
         draft=draft,
         requests=requests,
-        hot_rows=hot_rows,
+        hot_rows=FIXED_ROWS * setup.model.config.index_top_k,
     )
     return Share(setup, cell, chips, heads_over)

@@ -19,7 +19,7 @@ from bench.shard_load import draft_of, replay_arrays
 from bench.shard_memory import account, fitted
 from bench.shard_model import ShardParams
 from bench.shard_segments import segments
-from bench.shard_setup import abstract_setup, host_requests
+from bench.shard_setup import abstract_setup, host_requests, split
 from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
 from bench.shard_weights import abstract_weights, random_like, random_weights
@@ -67,6 +67,18 @@ def test_the_state_is_as_requests_leave_it(policy):
 @pytest.mark.parametrize(("config", "experts"), [(GLM_5_3, 32), (TINY, 4)])
 def test_weights_are_counted_to_the_byte(config, experts):
     assert sum(weight_bytes(config, experts).values()) == size_of(abstract_weights(config, experts))
+
+
+def test_heads_over_several_chips():
+    """Of GLM-5.3, by hand: only what is of heads, of dense MLPs or of the vocabulary is divided."""
+    whole, part = (weight_bytes(split(GLM_5_3, chips), 1) for chips in (1, 4))
+    heads = 48 * (256 * (2048 + 4) + 512 * (192 + 4) + 256 * (512 + 4) + 256 * 6144)
+    assert whole["attention weights"] - part["attention weights"] == 78 * heads
+    divided = {"attention weights", "dense layers", "head", "embedding"}
+    assert {stage for stage in whole if whole[stage] != part[stage]} == divided
+    assert part["head"] == whole["head"] // 4
+    with pytest.raises(UserError, match="3 chips do not divide the 64 of num_heads"):
+        split(GLM_5_3, 3)
 
 
 @pytest.mark.parametrize("draft", ["none", "dflash2", "dspark"])

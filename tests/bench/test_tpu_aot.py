@@ -52,6 +52,8 @@ def test_unknown_names_are_refused():
         tpu_aot.main(topology="v4:2x2")
     with pytest.raises(typer.BadParameter, match="matmul is none of retrieve"):
         tpu_aot.main(topology="v5e:2x2", op="matmul")
+    with pytest.raises(typer.BadParameter, match="3 chips do not divide the 64 of num_heads"):
+        tpu_aot.main(topology="v5e:2x2", model="glm-5.3", heads_over=3)
 
 
 @COMPILER
@@ -74,6 +76,18 @@ def test_every_operation_compiles(topology, tmp_path, capsys):
         assert "reason" not in row["detail"]
         assert row["detail"]["memory"]["host_temporary_bytes"] == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "tpu_aot"
+
+
+@COMPILER
+def test_a_share_that_does_not_fit_is_refused_before_anything_is_compiled(tmp_path):
+    """With whole attention on a v5e: weights alone are more than its 15.75 GiB."""
+    out = tmp_path / "aot.json"
+    with pytest.raises(typer.Exit):
+        tpu_aot.main(topology="v5e:2x2", model="glm-5.3", heads_over=1, json=out)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert "RESOURCE_EXHAUSTED" in row["detail"]["reason"]
+    assert row["detail"]["sizes"]["heads"] == 64
+    assert "programs" not in row["detail"]
 
 
 @COMPILER
