@@ -17,7 +17,7 @@ def account(setup: Setup, cell: Cell) -> Account:
     """What a cell has in memory."""
     model, drafter = setup.model, setup.drafter
     draft = tree_bytes(setup.draft_params.inner["draft"]) if drafter.length else 0
-    held = memory.account(model.config, model.experts, setup.config(cell), drafter, draft)
+    held = memory.account(model.weight_bytes(), setup.config(cell), drafter, draft)
     return held._replace(bytes={**held.bytes, "replayed": tree_bytes(setup.params.replay)})
 
 

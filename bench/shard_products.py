@@ -1,11 +1,17 @@
 """Products with the matrices of `bench.shard_weights`, and what lies between them."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
 
 from bench.shard_weights import Matrix, Mlp
 from dhisparse_jax.models.glm.norms import normalised
+
+Times = Callable[[Float[Array, "*n in"], Matrix], Float[Array, "*n out"]]
+"""Rows times a matrix, or blocks of rows times one each."""
 
 
 def along_last(vector: Float[Array, " w"], ndim: int) -> Float[Array, "..."]:
@@ -40,14 +46,42 @@ def times_each(x: Float[Array, "e m in"], matrix: Matrix) -> Float[Array, "e m o
     return (sums * matrix.scale[:, None]).astype(x.dtype)
 
 
+def times_packed(
+    x: Float[Array, "e m in"],
+    numbers: UInt8[Array, "e out half"],
+    scales: Float[Array, "e out blocks"],
+) -> Float[Array, "e m out"]:
+    """Every block of rows times its own matrix of 4-bit numbers (`configs.quantised`, fp4).
+
+    A byte has two input channels, so even ones are multiplied with low halves and odd ones with
+    high halves: numbers stay where they are. Scales multiply the numbers, which is exact.
+    """
+    each = numbers.shape[-1] // scales.shape[-1]
+    factors = jnp.repeat(scales.astype(x.dtype), each, axis=-1)
+
+    def part(first: int, half: UInt8[Array, "e out half"]) -> Float[Array, "e m out"]:
+        matrix = e2m1(half, x.dtype) * factors
+        some = x[..., first::2]
+        return jnp.einsum("emk,enk->emn", some, matrix, preferred_element_type=jnp.float32)
+
+    return (part(0, numbers & 15) + part(1, numbers >> 4)).astype(x.dtype)
+
+
+def e2m1(bits: UInt8[Array, "*n"], dtype: DTypeLike) -> Float[Array, "*n"]:
+    """The numbers that 4 bits stand for."""
+    small = (bits & 7).astype(dtype)
+    size = jnp.where(small < 4, 0.5 * small, jnp.where(small < 6, small - 2, 2 * small - 8))
+    return jnp.where(bits > 7, -size, size)
+
+
 def per_head(x: Float[Array, "R T H in"], matrix: Matrix) -> Float[Array, "R T H out"]:
     """Every head times its own matrix."""
     rows = x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
     return times_each(rows, matrix).swapaxes(0, 1).reshape(*x.shape[:3], -1)
 
 
-def gated(mlp: Mlp, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """`down(silu(gate x) * up x)`."""
+def gated(mlp: Mlp, x: Float[Array, "*n D"], times: Times = times) -> Float[Array, "*n D"]:
+    """`down(silu(gate x) * up x)`, of one MLP, or with `times_each` of several."""
     return times(activated(times(x, mlp.gate_up)), mlp.down)
 
 

@@ -17,14 +17,20 @@ from bench.shard_compile import Program, compile_step
 from bench.shard_load import Loaded, load
 from bench.shard_memory import fitted
 from bench.shard_run import Common, Plan, run_cell
-from bench.shard_setup import HOST_PAGE, Setup, abstract_setup, capacity_of, host_requests
+from bench.shard_setup import (
+    HOST_PAGE,
+    Setup,
+    abstract_setup,
+    capacity_of,
+    host_requests,
+    shard_of,
+)
 from bench.shard_state import host_pools, patterns
-from bench.shard_weights import random_weights
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import Rates
 
-SPARE_TRACES = 16
-"""At least so many different texts are replayed."""
+SPARE_TRACES, MOST_TRACES = 16, 32
+"""So many different texts are replayed, at least and at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ class Asked:
             room=self.room,
             draft=draft,
             requests=requests,
-            traces=max(SPARE_TRACES, *self.loads),
+            traces=min(MOST_TRACES, max(SPARE_TRACES, *self.loads)),
             gpus=self.gpus,
             host_pages=self.host_requests * (self.capacity // HOST_PAGE),
         )
@@ -82,7 +88,8 @@ class Asked:
     @property
     def host_requests(self) -> int:
         """Requests whose histories host memory holds, at most as many as there will be."""
-        held = host_requests(self.model, self.layers, self.capacity, self.host_bytes)
+        model = shard_of(self.model, self.layers, self.gpus)
+        held = host_requests(model, self.capacity, self.host_bytes)
         return max(1, min(max(self.loads), held))
 
 
@@ -142,7 +149,7 @@ class Session:
             with self._timed("host pools"):
                 self._hosts = host_pools(base, self._common.patterns)
             with self._timed("weights"):
-                self._weights = random_weights(first.setup.params.weights)
+                self._weights = first.setup.model.random_weights()
                 jax.block_until_ready(self._weights)
         self._programs = {first.load: programs}
         self._loaded: dict[tuple[str, int], Loaded] = {}
@@ -198,5 +205,11 @@ class Session:
         return ran.figures
 
     def _chosen(self) -> Int[np.ndarray, "traces rows K"]:
-        traces, _, k = self._cells[0].setup.params.replay.selections.shape
-        return selections(traces, k=k, history=self._asked.context, rows=self._asked.room + 8)
+        """Traces of all rates, those of one after those of the other."""
+        setup, context = self._cells[0].setup, self._asked.context
+        rates = sorted(set(setup.model.geometry.rates or (1,)))
+        traces, _, k = setup.params.replay.selections.shape
+        sizes = {"k": k, "history": context, "rows": self._asked.room + 8}
+        return np.concatenate(
+            [selections(traces // len(rates), **sizes, rate=rate) for rate in rates]
+        )

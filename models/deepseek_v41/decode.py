@@ -25,7 +25,7 @@ from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.deepseek_v4.attention import Projected
 from dhisparse_jax.models.deepseek_v4.decode import row_format
 from dhisparse_jax.models.deepseek_v4.hyper import Streams, collapsed, connected, mean_stream
-from dhisparse_jax.models.deepseek_v4.store import NEAR, RAW, Key, Store, open_store
+from dhisparse_jax.models.deepseek_v4.store import NEAR, RAW, Key, Store, kept_words, open_store
 from dhisparse_jax.models.deepseek_v4.window import Place, attend_window, merged, new_entries
 from dhisparse_jax.models.deepseek_v41.attention import EntrySource, V41Attention
 from dhisparse_jax.models.deepseek_v41.model import V41Model
@@ -203,7 +203,9 @@ def kept_by(config: V41Config, dtype: str, layers: tuple[int, ...]) -> Mapping[K
     found: dict[Key, Kept] = {}
     row = window_format(config, dtype)
     for layer in layers:
-        found[Key(layer, NEAR)] = Kept(width=row.words, dtype="int32", row=row, span=config.window)
+        found[Key(layer, NEAR)] = Kept(
+            width=kept_words(row), dtype="int32", row=row, span=config.window
+        )
         rate = config.rates[layer]
         if layer in config.entry_sources and rate > 1:
             found[Key(layer, RAW)] = Kept(width=2 * config.head_dim, dtype="float32", span=rate)

@@ -5,13 +5,11 @@ One account: weights by kind, the state by kind, and room for what a step comput
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from dhisparse_jax.config import HierarchyConfig, Policy
-from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.engine.memory import sizes
-from dhisparse_jax.models.glm.costs import weight_bytes
 from dhisparse_jax.speculation.protocol import Drafter
 
 WORKSPACE_BYTES = 2.5e9
@@ -49,11 +47,11 @@ class Fit(NamedTuple):
 
 
 def account(
-    config: GlmConfig, experts: int, cfg: HierarchyConfig, drafter: Drafter, draft_bytes: int
+    weights: Mapping[str, float], cfg: HierarchyConfig, drafter: Drafter, draft_bytes: int
 ) -> Account:
-    """What is in memory, with so many routed experts per layer, and a draft of so many bytes."""
+    """What is in memory, with weights and a draft of so many bytes."""
     state = sizes(cfg, drafter)
-    kinds: dict[str, float] = dict(weight_bytes(config, experts))
+    kinds = dict(weights)
     if draft_bytes:
         kinds["draft"] = draft_bytes
     kinds |= {
@@ -63,6 +61,7 @@ def account(
         "index keys": state.index_bytes,
         "tables": state.table_bytes,
         "draft rings": state.draft_bytes,
+        "windows": state.kept_bytes,
         "workspace": WORKSPACE_BYTES,
     }
     return Account(kinds, state.host_bytes)
