@@ -135,11 +135,11 @@ def selections(
     return np.sort(script(made).windows[:, :, 0], axis=-1)
 
 
-def followed(pools: int, requests: int, traces: int) -> Int[np.ndarray, "pools R"]:
-    """Which trace each pool and request follows: no two of a pool the same, if there are enough.
+def followed(selections: int, requests: int, traces: int) -> Int[np.ndarray, "selections R"]:
+    """Which trace each selection and request follows: no two of one the same, if there are enough.
 
-    The pools of a request follow different ones. Every pool is planned by itself, so it does not
-    matter to the figures that another request has the same trace in another pool.
+    The selections of a request follow different ones. Every pool is planned by itself, so it does
+    not matter to the figures that another request has the same trace in another pool.
     """
-    pool, request = np.arange(pools)[:, None], np.arange(requests)[None]
-    return ((request + 5 * pool) % traces).astype(np.int32)
+    number, request = np.arange(selections)[:, None], np.arange(requests)[None]
+    return ((request + 5 * number) % traces).astype(np.int32)

@@ -84,7 +84,7 @@ class Shard(ServedModel, Protocol):
         """
         ...
 
-    def weight_bytes(self) -> Mapping[str, float]:
+    def weight_bytes(self) -> Mapping[str, int]:
         """Bytes of the weights by stage."""
         ...
 

@@ -195,24 +195,14 @@ def warm_state(
     def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:  # noqa: ANN401
         first, name = (getattr(key, "name", None) for key in (path[0], path[-1]))
         if first == "pools":
-            return _pool_leaf(path, name, leaf)
+            pool, (hot, member) = path[1].idx, cfg.hot_pool_of(path[1].idx)
+            return _pool_leaf(cfg, pool, path, leaf, hosts[pool], every[hot], member)
         if first == "hot" and name == "slots":
             stacked = [made[pool].records for pool in cfg.hot_pools[path[1].idx]]
             return _taken(jnp.concatenate(stacked), jnp.asarray(every[path[1].idx].content))
         if first == "hot":
             return getattr(every[path[1].idx], name or "")
         return _rest(cfg, name or "", leaf, history)
-
-    def _pool_leaf(path: Any, name: str | None, leaf: jax.ShapeDtypeStruct) -> Any:  # noqa: ANN401
-        pool = path[1].idx
-        if name is None:
-            return _kept(cfg.geometry.kept_of(pool)[path[-1].idx], leaf, path[-1].idx)
-        hot, member = cfg.hot_pool_of(pool)
-        if name in HOST_LEAVES:
-            return getattr(hosts[pool], name)
-        if name in ("slot_of", "pages"):
-            return getattr(every[hot], name)[member]
-        return leaf  # index keys, below
 
     def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:  # noqa: ANN401
         found = value(path, leaf)
@@ -229,6 +219,24 @@ def warm_state(
         for pool, pattern in enumerate(made)
     ]
     return _with_keys(state, keys)
+
+
+def _pool_leaf(
+    cfg: HierarchyConfig,
+    pool: int,
+    path: tuple[Any, ...],
+    leaf: jax.ShapeDtypeStruct,
+    host: HostPool,
+    held: Tables,
+    member: int,
+) -> Any:  # noqa: ANN401
+    """A leaf of a pool; the shape of index keys stays."""
+    name = getattr(path[-1], "name", None)
+    if name is None:
+        return _kept(cfg.geometry.kept_of(pool)[path[-1].idx], leaf, path[-1].idx)
+    if name in HOST_LEAVES:
+        return getattr(host, name)
+    return getattr(held, name)[member] if name in ("slot_of", "pages") else leaf
 
 
 def _kept(kept: Kept, leaf: jax.ShapeDtypeStruct, seed: int) -> Array:

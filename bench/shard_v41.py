@@ -224,7 +224,7 @@ class V41Shard:
         draft = share.state(share.shapes)
         return drafter, DrafterParams(draft=draft, embedding=embedding, head=head)
 
-    def weight_bytes(self) -> dict[str, float]:
+    def weight_bytes(self) -> dict[str, int]:
         """Bytes of the weights by stage."""
         return {stage: each.bytes for stage, each in weighed(self.share.shapes).items()}
 

@@ -47,11 +47,11 @@ class Fit(NamedTuple):
 
 
 def account(
-    weights: Mapping[str, float], cfg: HierarchyConfig, drafter: Drafter, draft_bytes: int
+    weights: Mapping[str, int], cfg: HierarchyConfig, drafter: Drafter, draft_bytes: int
 ) -> Account:
     """What is in memory, with weights and a draft of so many bytes."""
     state = sizes(cfg, drafter)
-    kinds = dict(weights)
+    kinds: dict[str, float] = dict(weights)
     if draft_bytes:
         kinds["draft"] = draft_bytes
     kinds |= {
