@@ -47,8 +47,8 @@ def expert_room(pairs: int, experts: int) -> int:
     return -(-most // ROOM_UNIT) * ROOM_UNIT
 
 
-Blocks = Callable[[Float[Array, "e m D"]], Float[Array, "e m D"]]
-"""A block of rows of every expert, through it."""
+Blocks = Callable[[Float[Array, "e m D"], Int[Array, " e"]], Float[Array, "e m D"]]
+"""A block of rows of every expert, and how many there are, through it."""
 
 
 def run_experts(
@@ -72,7 +72,8 @@ def run_experts(
     token = jnp.arange(flat.shape[0], dtype=jnp.int32) // picks
     source = jnp.zeros(count * room, jnp.int32).at[place].set(token, mode="drop")
     rows = _gathered(x, source).reshape(count, room, -1)
-    found = _gathered(run(rows).reshape(count * room, -1), jnp.minimum(place, count * room - 1))
+    done = run(rows, mine.sum(axis=0, dtype=jnp.int32)).reshape(count * room, -1)
+    found = _gathered(done, jnp.minimum(place, count * room - 1))
     factor = jnp.where(rank < room, weight.reshape(-1), 0.0)
     found = (found.astype(jnp.float32) * factor[:, None]).reshape(*expert.shape, -1)
     return found.sum(axis=1).astype(x.dtype)

@@ -16,7 +16,6 @@ choices are replayed, so nothing that is computed can be left out by a compiler.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -138,7 +137,7 @@ class ShardModel:
             expert = jnp.where(replay.on, drawn, expert % self.experts)
         with jax.named_scope("experts"):
             flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
-            run = partial(gated, mlp.experts, times=times_each)
+            run = lambda rows, _: gated(mlp.experts, rows, times_each)
             routed = run_experts(run, self.experts, flat(x), flat(expert), flat(weight))
         return shared + routed.reshape(x.shape)
 

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from bench.shard_weights import Matrix, Mlp
 from dhisparse_jax.models.glm.norms import normalised
@@ -44,34 +43,6 @@ def times_each(x: Float[Array, "e m in"], matrix: Matrix) -> Float[Array, "e m o
     numbers = matrix.numbers.astype(x.dtype)
     sums = jnp.einsum("emk,enk->emn", x, numbers, preferred_element_type=jnp.float32)
     return (sums * matrix.scale[:, None]).astype(x.dtype)
-
-
-def times_packed(
-    x: Float[Array, "e m in"],
-    numbers: UInt8[Array, "e out half"],
-    scales: Float[Array, "e out blocks"],
-) -> Float[Array, "e m out"]:
-    """Every block of rows times its own matrix of 4-bit numbers (`configs.quantised`, fp4).
-
-    A byte has two input channels, so even ones are multiplied with low halves and odd ones with
-    high halves: numbers stay where they are. Scales multiply the numbers, which is exact.
-    """
-    each = numbers.shape[-1] // scales.shape[-1]
-    factors = jnp.repeat(scales.astype(x.dtype), each, axis=-1)
-
-    def part(first: int, half: UInt8[Array, "e out half"]) -> Float[Array, "e m out"]:
-        matrix = e2m1(half, x.dtype) * factors
-        some = x[..., first::2]
-        return jnp.einsum("emk,enk->emn", some, matrix, preferred_element_type=jnp.float32)
-
-    return (part(0, numbers & 15) + part(1, numbers >> 4)).astype(x.dtype)
-
-
-def e2m1(bits: UInt8[Array, "*n"], dtype: DTypeLike) -> Float[Array, "*n"]:
-    """The numbers that 4 bits stand for."""
-    small = (bits & 7).astype(dtype)
-    size = jnp.where(small < 4, 0.5 * small, jnp.where(small < 6, small - 2, 2 * small - 8))
-    return jnp.where(bits > 7, -size, size)
 
 
 def per_head(x: Float[Array, "R T H in"], matrix: Matrix) -> Float[Array, "R T H out"]:

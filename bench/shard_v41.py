@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from bench.shard_experts import run_experts, uniform_picks
-from bench.shard_products import times_packed
 from bench.shard_protocol import Said
 from bench.shard_replay import ShardParams, first_selections, replayed, with_text
 from bench.shard_v41_sizes import V41_SIZES, cut_drafter, cut_model
@@ -40,8 +39,11 @@ from dhisparse_jax.models.experts import Routing
 from dhisparse_jax.models.glm.costs import StepLoad, Work
 from dhisparse_jax.models.params import new_model
 from dhisparse_jax.models.share import Named, Share, Stored, cut
+from dhisparse_jax.models.stored_experts import StoredMatrices
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
+from pallas_kernels.packed_products.api import packed_products
+from pallas_kernels.packed_products.reference import halved
 
 OUTSIDE = ""
 """The module of weights that no layer has."""
@@ -277,13 +279,17 @@ def run_share(
     drawn = uniform_picks(routing.experts[..., 0] * x.shape[1] + place, layer, picks, count)
     flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
     run = partial(_expert_blocks, stored, limit)
-    return run_experts(run, count, flat(x), flat(drawn), flat(routing.weights)).reshape(x.shape)
+    rows = halved(flat(x))
+    return run_experts(run, count, rows, flat(drawn), flat(routing.weights)).reshape(x.shape)
 
 
 def _expert_blocks(
-    stored: Stored, limit: float, rows: Float[Array, "e m D"]
+    stored: Stored, limit: float, rows: Float[Array, "e m D"], counts: Int[Array, " e"]
 ) -> Float[Array, "e m D"]:
-    """A block of rows of every expert, through it."""
-    times = lambda x, matrix: times_packed(x, matrix.numbers[...], matrix.scales[...])
+    """A block of halved rows of every expert, through it."""
+
+    def times(x: Float[Array, "e m in"], matrix: StoredMatrices) -> Float[Array, "e m out"]:
+        return packed_products(x, matrix.numbers[...], matrix.scales[...], counts)
+
     gate, up = times(rows, stored.gate), times(rows, stored.up)
-    return times(bounded_swiglu(gate, up, limit).astype(rows.dtype), stored.down)
+    return times(halved(bounded_swiglu(gate, up, limit).astype(rows.dtype)), stored.down)

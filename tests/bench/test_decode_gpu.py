@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,7 +17,7 @@ from bench.shard_experts import expert_room, run_experts, uniform_picks
 from bench.shard_figures import reached
 from bench.shard_load import draft_of, paths, replay_arrays
 from bench.shard_memory import account, fitted
-from bench.shard_products import gated, times_each, times_packed
+from bench.shard_products import gated, times_each
 from bench.shard_replay import ShardParams
 from bench.shard_segments import segments
 from bench.shard_setup import abstract_setup, host_requests, shard_of
@@ -30,14 +29,12 @@ from bench.stages import Kernel, by_stage
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
-from dhisparse_jax.configs.quantised import FORMATS
 from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, survival_for, tokens_per_step
 from dhisparse_jax.engine.output import packed_steps, places, unpacked
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import abstract
 from dhisparse_jax.models.glm.costs import StepLoad, step_seconds, step_work, weight_bytes
-from dhisparse_jax.models.quantised import dequantise
 from dhisparse_jax.step import Speculation
 
 CONTEXT = 300
@@ -253,7 +250,7 @@ def test_experts_sum_what_tokens_picked():
     x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
     expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
     weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
-    run = partial(gated, experts, times=times_each)
+    run = lambda rows, _: gated(experts, rows, times_each)
     found = run_experts(run, 4, x, expert, weight)
     exact = lambda matrix: np.asarray(
         matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
@@ -265,19 +262,6 @@ def test_experts_sum_what_tokens_picked():
             gate, up = np.split(gate_up[number] @ rows[token], 2)
             wanted[token] += factor * (down[number] @ (gate / (1 + np.exp(-gate)) * up))
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0.05, atol=0.02)
-
-
-def test_packed_products_are_those_of_the_numbers():
-    rng, form = np.random.default_rng(0), FORMATS["fp4"]
-    numbers = rng.integers(0, 256, (2, 5, 32), np.uint8)
-    scales = np.ldexp(1.0, rng.integers(-3, 4, (2, 5, 2))).astype(ml_dtypes.float8_e8m0fnu)
-    x = rng.normal(size=(2, 3, 64)).astype(np.float32)
-    wanted = [
-        rows @ dequantise(some, scale, form).T
-        for rows, some, scale in zip(x, numbers, scales, strict=True)
-    ]
-    found = times_packed(jnp.asarray(x), jnp.asarray(numbers), jnp.asarray(scales))
-    np.testing.assert_allclose(found, np.stack(wanted), rtol=1e-5, atol=1e-4)
 
 
 def test_records_of_several_positions_come_with_the_last_of_them():
@@ -368,6 +352,8 @@ def test_a_step_in_pieces_is_the_step(model, policy, draft, programs):
         computed |= "kept" in names and left.shape[-1] > 1  # not token ids
         if computed:
             left, right = (np.asarray(leaf).view(np.float32) for leaf in (left, right))
+        elif names[-1] == "survival":  # of what a draft says of itself
+            computed = True
         elif jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
             left, right = (jax.random.key_data(leaf) for leaf in (left, right))
         near = np.testing.assert_allclose if computed else np.testing.assert_array_equal
