@@ -15,6 +15,7 @@ from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.step import finish_step
 from pallas_kernels.common.backends import Decision, decisions
 from pallas_kernels.packed_products.api import packed_products
+from pallas_kernels.sinkhorn.api import sinkhorn
 
 LATENT, ROTATED, HEADS, TOP_K = 512, 64, 64, 2048
 INDEX_WIDTH, INDEX_HEADS = 128, 32
@@ -25,7 +26,7 @@ FORMATS = ("float32", "bfloat16", "fp8")
 
 
 def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
-    """The decision about each operation, for models of GLM-5.x's sizes, and V4.1's for experts.
+    """The decision about each operation, for models of GLM-5.x's sizes, and V4.1's for others.
 
     One selection group of a step is traced over a small hierarchy; nothing of it runs.
 
@@ -70,6 +71,8 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
         jax.jit(step).trace(init(cfg), index, shape(width), shape(HEADS, width))
         # Not the function itself: what is traced already decides nothing.
         jax.jit(lambda *operands: packed_products(*operands)).trace(*_expert_shapes(dtype))
+        carry = jax.ShapeDtypeStruct((queries, 4, 4), jnp.float32)
+        jax.jit(lambda logits: sinkhorn(logits, steps=20, epsilon=1e-6)).trace(carry)
     # Where an operation is made of others, these decide once more: what comes first counts.
     return {decision.operation: decision for decision in reversed(found)}
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from dhisparse_jax.configs.deepseek_v4 import V4Sizes
 from dhisparse_jax.models.glm.linear import exact_dot, weight_init
 from dhisparse_jax.models.glm.norms import normalised
+from pallas_kernels.sinkhorn.api import sinkhorn
 
 Streams = Float[Array, "*batch streams width"]
 
@@ -68,15 +69,10 @@ class HyperConnection(nnx.Module):
         return Mixing(
             pre=jax.nn.sigmoid(pre) + self.epsilon,
             post=2 * jax.nn.sigmoid(post),
-            carry=self._doubly_stochastic(carry.reshape(*mix.shape[:-1], n, n)),
+            carry=sinkhorn(
+                carry.reshape(*mix.shape[:-1], n, n), steps=self.steps, epsilon=self.epsilon
+            ),
         )
-
-    def _doubly_stochastic(self, logits: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-        """Rows by softmax, then columns and rows in turn (Sinkhorn and Knopp, 1967)."""
-        by = lambda c, axis: c / (jnp.sum(c, axis=axis, keepdims=True) + self.epsilon)
-        carry = by(jax.nn.softmax(logits, axis=-1) + self.epsilon, -2)
-        # A loop: unrolled, these steps would be most of what has to be compiled of a model.
-        return jax.lax.fori_loop(1, self.steps, lambda _, c: by(by(c, -1), -2), carry)
 
 
 class HyperHead(nnx.Module):

@@ -23,6 +23,7 @@ GPU_KERNELS: dict[str, Backend] = {
     "sparse_attention": "mosaic",
     "retrieve_attend": "mosaic",
     "packed_products": "triton",
+    "sinkhorn": "triton",
 }
 """The GPU kernel of each operation; there is one. Only `index_scores` has another one, for float32,
 in which the matrix units do not multiply."""
@@ -40,6 +41,7 @@ TPU_WITHOUT_KERNEL = {
     "plan": "XLA's gathers and sorts of small tables serve on a TPU",
     "retrieve_attend": "one operation after the other on a TPU",
     "packed_products": "plain XLA on a TPU",
+    "sinkhorn": "plain XLA on a TPU",
 }
 """Operations that have no TPU kernel on purpose, and why."""
 
