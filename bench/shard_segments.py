@@ -163,7 +163,7 @@ def lowered(seg: Segments, operands: tuple[Any, ...]) -> Iterator[tuple[Which, A
     begin = seg.begin_operands(params, draft_params, profile, state)
     yield Which("begin"), seg.begin.lower(*begin)  # type: ignore[attr-defined]
     asked, x = jax.eval_shape(seg.begin, *begin)
-    tapped = ()
+    tapped: tuple[Any, ...] = ()
     for pool, program in seg.groups.items():
         group = seg.group_operands(params, pool, state.hierarchy, x, asked)
         if seg.places[pool]:

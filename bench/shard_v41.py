@@ -32,7 +32,7 @@ from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Ran
 from dhisparse_jax.models.attached.drafter import AttachedDrafter
 from dhisparse_jax.models.attached.load import make_attached
 from dhisparse_jax.models.deepseek_v4.moe import bounded_swiglu
-from dhisparse_jax.models.deepseek_v41.costs import step_work, weighed
+from dhisparse_jax.models.deepseek_v41.costs import Drafted, step_work, weighed
 from dhisparse_jax.models.deepseek_v41.decode import V41Served
 from dhisparse_jax.models.draft.drafter import DrafterParams
 from dhisparse_jax.models.experts import Routing
@@ -232,8 +232,8 @@ class V41Shard:
 
     def step_work(self, cfg: HierarchyConfig, load: StepLoad, draft_bytes: int) -> dict[str, Work]:
         """See `models.deepseek_v41.costs`."""
-        rows = self.drafter.block_size
-        return step_work(self.config, self.share.shapes, cfg, load, draft_bytes, rows)
+        draft = Drafted(self.drafter, self.draft_share.shapes) if draft_bytes else None
+        return step_work(self.config, self.share.shapes, cfg, load, draft)
 
     def expected(
         self, cfg: HierarchyConfig, context: int, tokens: float, draft_bytes: int, step: float

@@ -10,11 +10,15 @@ import re
 from typing import Any, NamedTuple
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.configs.attached import AttachedConfig
 from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.models.glm.costs import StepLoad, Work
 from dhisparse_jax.models.share import Named
 
 F32 = 4
+
+LOOKED_UP = "markov_w1"
+"""A table of the drafter, of which only rows are read."""
 
 _STAGES = {
     r"\.mlp\.stored\.": "experts",
@@ -29,6 +33,13 @@ _STAGES = {
     r"_norm$": "norms",
 }
 """Stage of a module's weights, by its name: the first that fits."""
+
+
+class Drafted(NamedTuple):
+    """What proposes: its sizes, and shapes of the weights that are here."""
+
+    config: AttachedConfig
+    shapes: Named
 
 
 class Weighed(NamedTuple):
@@ -70,8 +81,7 @@ def step_work(
     shapes: Named,
     cfg: HierarchyConfig,
     load: StepLoad,
-    draft_bytes: int = 0,
-    draft_rows: int = 0,
+    draft: Drafted | None = None,
 ) -> dict[str, Work]:
     """What a step must do, by stage.
 
@@ -83,8 +93,7 @@ def step_work(
         shapes: of the weights that are here.
         cfg: sizes of the hierarchy.
         load: of the step.
-        draft_bytes: weights of the draft; it reads the head once more.
-        draft_rows: rows of its block, for each request.
+        draft: what proposes; it reads the head once more.
     """
     found, tokens = weighed(shapes), load.requests * load.queries
     each = lambda stage: Work(found[stage].bytes, 2.0 * tokens * found[stage].count)
@@ -116,11 +125,20 @@ def step_work(
     }
     if "n-grams" in found:
         work["n-grams"] = each("n-grams")
-    if draft_bytes:
-        rows = load.requests * draft_rows
-        head = found["head"]
-        work["draft"] = Work(draft_bytes + head.bytes, 2.0 * rows * (draft_bytes + head.count))
+    if draft:
+        work["draft"] = _draft_work(config, draft, load, found["head"])
     return work
+
+
+def _draft_work(config: V41Config, draft: Drafted, load: StepLoad, head: Weighed) -> Work:
+    """A block for each request, its experts on those that tokens of all GPUs send here."""
+    read = {name: own for name, own in draft.shapes.items() if not name.endswith(LOOKED_UP)}
+    own, rows = weighed(read), load.requests * draft.config.block_size
+    dense = sum(each.count for stage, each in own.items() if stage != "experts")
+    gated = 6.0 * config.hidden_size * config.expert_intermediate_size
+    picks = rows * draft.config.experts_per_token * draft.config.stages
+    size = head.bytes + sum(each.bytes for each in own.values())
+    return Work(size, 2.0 * rows * (dense + head.count) + picks * gated)
 
 
 def scored_records(config: V41Config, cfg: HierarchyConfig, context: int) -> tuple[float, float]:
