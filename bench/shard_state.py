@@ -149,11 +149,20 @@ def tables(cfg: HierarchyConfig, hot: int, history: int) -> Tables:
     )
 
 
+def held_records(cfg: HierarchyConfig, pool: int, history: int) -> int:
+    """Records of a request in the page slots of a pool."""
+    return min(_end(cfg, pool, history), cfg.hot_slots(pool))
+
+
+def _end(cfg: HierarchyConfig, pool: int, history: int) -> int:
+    """The first record that is in the tail alone."""
+    return max(history // cfg.geometry.rate(pool) + cfg.fresh(pool) - cfg.tail, 0)
+
+
 def _held(cfg: HierarchyConfig, pool: int, history: int, first: int) -> _Held:
     """The pages of one pool, whose slots begin with `first`."""
     rows, size = cfg.requests, cfg.hot_slots(pool)
-    end = max(history // cfg.geometry.rate(pool) + cfg.fresh(pool) - cfg.tail, 0)
-    count = min(end, size)
+    end, count = _end(cfg, pool, history), held_records(cfg, pool, history)
     place = np.arange(size, dtype=np.int32)
     record = np.where(place < count, end - count + place, NO_SLOT).astype(np.int32)
     begin = first + size * np.arange(rows, dtype=np.int32)[:, None]
@@ -263,8 +272,13 @@ def _rest(cfg: HierarchyConfig, name: str, leaf: jax.ShapeDtypeStruct, history: 
     if name == "host_page_of":
         number = np.arange(cfg.requests * cfg.row_pages, dtype=np.int32)
         return (number % cfg.host_page_count).reshape(leaf.shape)
-    shares = np.asarray([cfg.share_pages(pool) for pool in range(cfg.pools)])[:, None]
-    full: dict[str, Any] = {"length": history, "active": True, "budget": shares, **FILL}
+    pools = range(cfg.pools)
+    per_pool = lambda of: np.asarray([of(pool) for pool in pools])[:, None]
+    held = {
+        "budget": per_pool(cfg.share_pages),
+        "hot_records": per_pool(lambda pool: held_records(cfg, pool, history)),
+    }
+    full = {"length": history, "active": True, **held, **FILL}
     return jnp.full(leaf.shape, full.get(name, 0), leaf.dtype)
 
 
