@@ -161,6 +161,13 @@ class Kept:
     span: int | None = None
     rate: int = 1
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, without what fills it up."""
+        if self.row is not None:
+            return WORD_BYTES * self.row.words
+        return self.width * jnp.dtype(self.dtype).itemsize
+
     def rows(self, capacity: int, queries: int) -> int:
         """How many rows there are for a request.
 
@@ -252,17 +259,14 @@ class Geometry:
     def position_bytes(self) -> float:
         """Bytes that a position adds: to records, index keys, and what else is kept of all of them.
 
-        Without what fills up records.
+        Without what fills up records and rows.
         """
         records = sum(
             (layers * self.row.words * WORD_BYTES + self.key_bytes) / self.rate(pool)
             for pool, layers in enumerate(self.layers_per_pool)
         )
         beside = sum(
-            kept.width * jnp.dtype(kept.dtype).itemsize / kept.rate
-            for pool in self.kept
-            for kept in pool
-            if kept.span is None
+            kept.row_bytes / kept.rate for pool in self.kept for kept in pool if kept.span is None
         )
         return records + beside
 

@@ -125,7 +125,7 @@ def kept_by(config: V4Config, row: RowFormat, layers: tuple[int, ...]) -> dict[K
         if config.layer_kinds[layer] == ALL:
             rate = config.all_rate
             found[Key(layer, RAW)] = raw(2 * config.head_dim, rate)
-            found[Key(layer, FAR)] = Kept(width=words, dtype="int32", rate=rate)
+            found[Key(layer, FAR)] = Kept(width=words, dtype="int32", row=row, rate=rate)
         if config.layer_kinds[layer] == SELECTED:
             span = 2 * config.selected_rate
             found[Key(layer, RAW)] = raw(4 * config.head_dim, span)
