@@ -151,6 +151,8 @@ class Session:
             with self._timed("weights"):
                 self._weights = first.setup.model.random_weights()
                 jax.block_until_ready(self._weights)
+            with self._timed("traces"):
+                self._chosen = self._traces()
         self._programs = {first.load: programs}
         self._loaded: dict[tuple[str, int], Loaded] = {}
 
@@ -182,29 +184,29 @@ class Session:
 
     def run(self) -> Iterator[tuple[Planned, dict[str, Any]]]:
         """Every cell and its figures; what is the same cell at two loads runs once."""
-        chosen, done = self._chosen(), dict[Cell, dict[str, Any]]()
+        done = dict[Cell, dict[str, Any]]()
         for each in self._cells:
             if each.load not in self._programs:
                 with self._compiling(each.load) as programs:
                     pass
                 self._programs = {each.load: programs}
             if each.cell not in done:
-                done[each.cell] = self._run(each, chosen)
+                done[each.cell] = self._run(each)
             yield each, done[each.cell]
 
-    def _run(self, each: Planned, chosen: Int[np.ndarray, "traces rows K"]) -> dict[str, Any]:
+    def _run(self, each: Planned) -> dict[str, Any]:
         key = (each.cell.draft, each.cell.requests)
         if key not in self._loaded:
             self._loaded.clear()  # weights of one draft at a time
             self._loaded[key] = load(
-                each.setup, self._weights, chosen, self._asked.context, self._asked.survival
+                each.setup, self._weights, self._chosen, self._asked.context, self._asked.survival
             )
         program = self._programs[each.load].pop(each.cell)
         ran = run_cell(self._loaded[key], each.cell, program, self._hosts, self._common)
         self._hosts = ran.hosts
         return ran.figures
 
-    def _chosen(self) -> Int[np.ndarray, "traces rows K"]:
+    def _traces(self) -> Int[np.ndarray, "traces rows K"]:
         """Traces of all rates, those of one after those of the other."""
         setup, context = self._cells[0].setup, self._asked.context
         rates = sorted(set(setup.model.geometry.rates or (1,)))

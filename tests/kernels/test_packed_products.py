@@ -7,30 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhisparse_jax.configs.quantised import FORMATS
-from dhisparse_jax.models.quantised import dequantise
 from pallas_kernels.common.backends import default_backend
 from pallas_kernels.packed_products import reference, triton
 from pallas_kernels.packed_products.api import packed_products
 from pallas_kernels.packed_products.cases import CASES, random
 from tests.support.lowering import lowered_kernels
-
-
-def supported(inputs):
-    return triton.supports(*map(jnp.asarray, inputs[:3])) is None
-
-
-def assert_close(inputs, found):
-    """Rows that there are have the products of the numbers, but for the rounding of sums."""
-    x, numbers, scales, counts = inputs
-    for rows, packed, scale, count, seen in zip(x, numbers, scales, counts, found, strict=True):
-        matrix = dequantise(packed, scale, FORMATS["fp4"]).astype(np.float64)
-        matrix = np.concatenate((matrix[:, 0::2], matrix[:, 1::2]), axis=1)
-        rows = rows[:count].astype(np.float64)
-        unit = 2.0**-8 if x.dtype != np.float32 else 0.0
-        bound = (unit + x.shape[2] * 2.0**-24) * (np.abs(rows) @ np.abs(matrix).T) + 1e-30
-        wrong = np.abs(np.asarray(seen, np.float64)[:count] - rows @ matrix.T)
-        assert (wrong <= bound).all(), (wrong / bound).max()
+from tests.support.products import assert_close, supported
 
 
 @pytest.mark.parametrize("name", CASES)
