@@ -1,7 +1,8 @@
 """Products of few rows with packed 4-bit matrices: the experts of V4.1-Flash on one of 8 GPUs."""
 
 import dataclasses
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array
 from bench.roofline import Traffic
 from bench.shard_weights import random_like
 from bench.work import Memory, Work, bind
+from dhisparse_jax.engine.timing import Step
 from pallas_kernels.common.backends import Backend
 from pallas_kernels.packed_products import api
 from pallas_kernels.packed_products.cases import BLOCK, Inputs
@@ -40,7 +42,12 @@ class Products:
 
     def small(self) -> Self:
         """See `work.Case`."""
-        return dataclasses.replace(self, calls=2, matrices=2, depth=256, channels=128)
+        return dataclasses.replace(self, calls=2, matrices=2, depth=256, channels=256)
+
+    @property
+    def requests(self) -> int:
+        """What `bench.tune` checks one of."""
+        return self.matrices
 
     def memory(self) -> Memory:
         """See `work.Case`."""
@@ -62,11 +69,10 @@ class Products:
 
 
 def _work(operands: Operands, backend: Backend) -> ProductsWork:
-    run, (x, numbers, scales, counts) = bind(api.packed_products, backend), operands[0]
+    x, numbers, scales, counts = operands[0]
     rows, (_, channels, half) = int(counts.sum()), numbers.shape
-    step: Any = lambda state, operands, call: (state, run(*operands[call]))
     return Work(
-        step=step,
+        step=step(bind(api.packed_products, backend)),
         state=(),
         operands=operands,
         calls=len(operands),
@@ -75,6 +81,11 @@ def _work(operands: Operands, backend: Backend) -> ProductsWork:
             flops=4.0 * rows * half * channels,
         ),
     )
+
+
+def step(packed_products: Callable[..., Array]) -> Step[tuple[()], Operands, Array]:
+    """Each call has matrices of its own."""
+    return lambda state, operands, call: (state, packed_products(*operands[call]))
 
 
 CASES: dict[str, Products] = {
