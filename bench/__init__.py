@@ -29,7 +29,8 @@ What they share
     variants.py   tunings that `tune` compares
     trials.py     a check and a time, of which `tune_select` makes many
     plan_variants.py  tunings of the plan that `tune_select` compares
-    shard_*.py    one GPU's share of a model: weights, layers, experts, state, memory, cells, report
+    shard_*.py    one GPU's share of a model: weights, layers, experts, state, memory, cells, report;
+                  shard_protocol says what differs between GLM-5.x and DeepSeek-V4.1
     replayed.py   selections and acceptance that a share of a model is made to follow
     stages.py     GPU time by stage, from a profile
     decode_plots.py  pictures of what decode_gpu wrote
