@@ -41,6 +41,7 @@ from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
 
 HYSTERESIS = 1.5
+"""How many times as much a page must save elsewhere before it is taken from who uses it."""
 
 HIGH_WATERMARK, LOW_WATERMARK = 128, 256
 """One page in so many is free above each."""

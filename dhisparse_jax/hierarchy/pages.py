@@ -11,7 +11,7 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.ghost import rescaled
 from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
 from dhisparse_jax.hierarchy.update import with_hot, with_pool, with_row
-from pallas_kernels.common.ids import INT32_MAX, dropping, masked, packed
+from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked, packed
 
 SURE = 1 << 16
 """The chance 1 that a record is used in the next step, as an integer."""
@@ -89,11 +89,30 @@ def _rank(
     hot = state.hot[number]
     chance = jnp.where(hot.position < 0, 0, SURE // jnp.maximum(state.step - hot.mark, 1))
     worth = chance.reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
-    for pool in members:
-        pages = state.pools[pool].pages
-        key = jnp.where(pages < 0, INT32_MAX, -worth[jnp.maximum(pages, 0)])
-        order = jnp.argsort(key, axis=1, stable=True)
-        state = with_pool(state, pool, pages=jnp.take_along_axis(pages, order, axis=1))
+    pages = _page_lists(state, cfg, members)
+    key = jnp.where(pages < 0, INT32_MAX, -worth[jnp.maximum(pages, 0)])
+    order = jnp.argsort(key, axis=2, stable=True)
+    return _with_page_lists(state, cfg, members, jnp.take_along_axis(pages, order, axis=2))
+
+
+def _page_lists(
+    state: HierarchyState, cfg: HierarchyConfig, members: tuple[int, ...]
+) -> Int[Array, "members R P"]:
+    """The page lists of all pools of a hot pool: one sort is compiled sooner than many."""
+    widest = max(cfg.max_pages(pool) for pool in members)
+    more = lambda pool: ((0, 0), (0, widest - cfg.max_pages(pool)))
+    lists = [jnp.pad(state.pools[p].pages, more(p), constant_values=NO_SLOT) for p in members]
+    return jnp.stack(lists)
+
+
+def _with_page_lists(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    members: tuple[int, ...],
+    pages: Int[Array, "members R P"],
+) -> HierarchyState:
+    for member, pool in enumerate(members):
+        state = with_pool(state, pool, pages=pages[member, :, : cfg.max_pages(pool)])
     return state
 
 
@@ -105,13 +124,13 @@ def _release(
     target: Int[Array, "pools R"],
 ) -> HierarchyState:
     """Free every page beyond the target and forget what its slots held."""
+    pages = _page_lists(state, cfg, members)
+    column = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None]
+    over = (column >= target[jnp.array(members)][..., None]) & (pages >= 0)
     freed = jnp.zeros(state.hot[number].owner.shape, jnp.bool_)
-    for pool in members:
-        pages = state.pools[pool].pages
-        column = jnp.arange(cfg.max_pages(pool), dtype=jnp.int32)[None]
-        over = (column >= target[pool][:, None]) & (pages >= 0)
-        freed = freed.at[dropping(masked(pages, over), freed.shape[0])].set(True, mode="drop")
-        state = with_pool(state, pool, pages=masked(pages, ~over))
+    gone = dropping(masked(pages, over).reshape(-1), freed.shape[0])
+    freed = freed.at[gone].set(True, mode="drop")
+    state = _with_page_lists(state, cfg, members, masked(pages, ~over))
     slot_freed, held = jnp.repeat(freed, cfg.page_slots), state.hot_records
     for pool in members:
         slot_of = state.pools[pool].slot_of
@@ -147,19 +166,15 @@ def _grant(
     held = state.budget[jnp.array(members)]
     grants = target[jnp.array(members)] - held
     first = (jnp.cumsum(grants) - grants.reshape(-1)).reshape(grants.shape)
-    request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
-    pages: list[Array] = []
-    holders: list[Array] = []
-    for member, pool in enumerate(members):
-        column = jnp.arange(cfg.max_pages(pool), dtype=jnp.int32)[None]
-        turn = column - held[member][:, None]
-        new = (turn >= 0) & (turn < grants[member][:, None])
-        pick = jnp.clip(first[member][:, None] + turn, 0, free.shape[0] - 1)
-        granted = masked(free[pick], new)
-        holder = jnp.broadcast_to(pool * cfg.requests + request, granted.shape)
-        pages.append(granted.reshape(-1))
-        holders.append(holder.reshape(-1))
-        state = with_pool(state, pool, pages=jnp.where(new, granted, state.pools[pool].pages))
-    granted = dropping(jnp.concatenate(pages), owner.shape[0])
-    owner = owner.at[granted].set(jnp.concatenate(holders), mode="drop")
+    pages = _page_lists(state, cfg, members)
+    column = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None]
+    turn = column - held[..., None]
+    new = (turn >= 0) & (turn < grants[..., None])
+    granted = masked(free[jnp.clip(first[..., None] + turn, 0, free.shape[0] - 1)], new)
+    request = jnp.arange(cfg.requests, dtype=jnp.int32)[None]
+    holder = jnp.array(members)[:, None] * cfg.requests + request
+    holder = jnp.broadcast_to(holder[..., None], granted.shape).reshape(-1)
+    place = dropping(granted.reshape(-1), owner.shape[0])
+    owner = owner.at[place].set(holder, mode="drop")
+    state = _with_page_lists(state, cfg, members, jnp.where(new, granted, pages))
     return with_hot(state, number, dataclasses.replace(state.hot[number], owner=owner))

@@ -26,6 +26,7 @@ from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
+"""The memory kind of host pools."""
 
 HOST_LEAVES = ("host", "host_keys")
 """The leaves that are in host memory."""

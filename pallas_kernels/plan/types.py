@@ -54,7 +54,15 @@ class PlanTables(NamedTuple):
 
 
 class PlanCounts(NamedTuple):
-    """Records per request: selected = hit + tail + fetched; staged is a part of fetched."""
+    """Records per request: selected = hit + tail + fetched; staged is a part of fetched.
+
+    Attributes:
+        selected: of the union of all queries.
+        hit: those with a hot slot.
+        tail: those in the tail.
+        fetched: those that are missing.
+        staged: of these, those for which the budget has no slot.
+    """
 
     selected: Int[Array, " R"]
     hit: Int[Array, " R"]
