@@ -160,13 +160,6 @@ class Kept:
     span: int | None = None
     rate: int = 1
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, without what fills it up."""
-        if self.row is not None:
-            return WORD_BYTES * self.row.words
-        return self.width * jnp.dtype(self.dtype).itemsize
-
     def rows(self, capacity: int, queries: int) -> int:
         """How many rows there are for a request.
 
@@ -265,7 +258,12 @@ class Geometry:
             for pool, layers in enumerate(self.layers_per_pool)
         )
         beside = sum(
-            kept.row_bytes / kept.rate for pool in self.kept for kept in pool if kept.span is None
+            (kept.row.words if kept.row else kept.width)
+            * jnp.dtype(kept.dtype).itemsize
+            / kept.rate
+            for pool in self.kept
+            for kept in pool
+            if kept.span is None
         )
         return records + beside
 
