@@ -257,14 +257,9 @@ class Geometry:
             (layers * self.row.words * WORD_BYTES + self.key_bytes) / self.rate(pool)
             for pool, layers in enumerate(self.layers_per_pool)
         )
-        beside = sum(
-            (kept.row.words if kept.row else kept.width)
-            * jnp.dtype(kept.dtype).itemsize
-            / kept.rate
-            for pool in self.kept
-            for kept in pool
-            if kept.span is None
-        )
+        every = (kept for pool in self.kept for kept in pool if kept.span is None)
+        words = lambda kept: kept.row.words if kept.row else kept.width
+        beside = sum(words(kept) * jnp.dtype(kept.dtype).itemsize / kept.rate for kept in every)
         return records + beside
 
     def rate(self, pool: int) -> int:
