@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.shard_session import Asked, Planned
+from bench.shard_session import Asked, Planned, draft_of
 from dhisparse_jax.configs.workload import tokens_per_step
 from dhisparse_jax.engine.rates import Floors
 
@@ -51,13 +51,13 @@ def said(asked: Asked, cells: list[Planned], floors: Floors) -> dict[str, Any]:
 
 
 def ratios(cells: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of each cell, in units of `fixed` and of `adaptive`."""
-    found = {}
-    for base in ("resident", "fixed", "adaptive"):
-        if base in cells:
-            for name, cell in cells.items():
-                found[f"{name}/{base}"] = cell["tokens_per_s"] / cells[base]["tokens_per_s"]
-    return found
+    """Tokens per second of each cell, in units of those without a draft or with the same one."""
+    return {
+        f"{name}/{base}": cell["tokens_per_s"] / cells[base]["tokens_per_s"]
+        for base in cells
+        for name, cell in cells.items()
+        if draft_of(base) in ("none", draft_of(name))
+    }
 
 
 def tell(name: str, figures: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def scored_records(config: V41Config, cfg: HierarchyConfig, context: int) -> tup
     first = sum(context / rate for rate in rates)
     others = len(config.index_sources) - len(config.entry_sources)
     candidates = min(context / rates[-1], config.candidate_blocks * config.candidate_block)
-    return first, others * candidates
+    return first, float(others * candidates)
 
 
 def _record_bytes(cfg: HierarchyConfig) -> int:

@@ -19,6 +19,7 @@ from bench.shard_load import draft_of, paths, replay_arrays
 from bench.shard_memory import account, fitted
 from bench.shard_products import gated, times_each
 from bench.shard_replay import ShardParams
+from bench.shard_report import ratios
 from bench.shard_segments import segments
 from bench.shard_setup import abstract_setup, host_requests, shard_of
 from bench.shard_state import host_pools, hosts_of, patterns, warm_state
@@ -27,7 +28,7 @@ from bench.shard_weights import abstract_weights, random_like
 from bench.simulator import Simulator
 from bench.stages import Kernel, by_stage
 from dhisparse_jax.config import Policy
-from dhisparse_jax.configs.gpus import Rates
+from dhisparse_jax.configs.gpus import H200, Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
 from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, survival_for, tokens_per_step
 from dhisparse_jax.engine.output import packed_steps, places, unpacked
@@ -158,6 +159,9 @@ SWEEP = [
 ]
 
 
+SPEEDS = {"fixed": 10.0, "resident_dspark": 40.0, "adaptive_dspark": 80.0}
+
+
 def test_shares_of_floors():
     floors = {"experts": 9.0, "attend": 1.0, "retrieve": 4.0, "head": 2.0, "index": 1.0}
     stages = {"experts": 10.0, "attend": 2.0, "retrieve and attend": 5.0, "retrieve": 1.0}
@@ -187,6 +191,14 @@ def test_the_most_within_a_bound():
     assert fixed["cells"]["adaptive"] == {"requests": 60, "tokens_per_s": 1200.0}
     assert adaptive["cells"]["fixed"] == {"requests": 4, "tokens_per_s": 100.0}
     assert not bounded(SWEEP, [1.0])[0]["cells"]
+
+
+def test_cells_are_compared_without_a_draft_and_with_the_same():
+    cells = {name: {"tokens_per_s": speed} for name, speed in SPEEDS.items()}
+    found = ratios(cells)
+    assert found["adaptive_dspark/resident_dspark"] == 2.0
+    assert found["adaptive_dspark/fixed"] == 8.0
+    assert "fixed/resident_dspark" not in found
 
 
 def test_low_load_is_compared_with_resident():
@@ -298,6 +310,22 @@ def followable(setup, rows, traces=4):
     k, rates = setup.model.config.index_top_k, sorted(set(setup.model.geometry.rates or (1,)))
     make = lambda rate: selections(traces, k=k, history=CONTEXT, rows=rows, rate=rate)
     return np.concatenate([make(rate) for rate in rates])
+
+
+@pytest.mark.slow  # the shapes of the whole model take a while
+def test_a_step_of_v41_is_bound_by_what_each_request_takes():
+    """From 64 requests of 500K on, twice as many take twice as long: none waits for weights."""
+    seconds = {}
+    for requests in (16, 64, 128):
+        sizes = {"context": 500_000, "room": 320, "requests": requests, "gpus": 8}
+        setup = setup_of("dspark", "deepseek-v4.1-flash", None, **sizes)
+        cfg = setup.config(cell_of(Policy.RESIDENT, requests=requests))
+        load = StepLoad(requests=requests, queries=6, context=500_000, attended=1024.0, fetched=0.0)
+        work = setup.model.step_work(cfg, load, 1)
+        assert work["experts"].hbm_bytes == 40 * 48 * 3 * 5120 * 2304 * (1 / 2 + 1 / 32)
+        seconds[requests] = step_seconds(work, H200.rates)
+    assert seconds[128] == pytest.approx(2 * seconds[64], rel=0.01)
+    assert seconds[64] < 2.1 * seconds[16]
 
 
 def begun(setup, cfg, replay):
