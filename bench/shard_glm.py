@@ -99,6 +99,10 @@ class GlmShard(ShardModel):
         """Bytes of the weights by stage."""
         return weight_bytes(self.config, self.experts)
 
+    def scores_bytes(self, cfg: HierarchyConfig) -> int:
+        """Nothing: they fit into what is set aside."""
+        return 0
+
     def step_work(self, cfg: HierarchyConfig, load: StepLoad, draft_bytes: int) -> dict[str, Work]:
         """See `models.glm.costs`."""
         return step_work(self.config, self.experts, cfg, load, draft_bytes)

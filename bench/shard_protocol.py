@@ -88,6 +88,10 @@ class Shard(ServedModel, Protocol):
         """Bytes of the weights by stage."""
         ...
 
+    def scores_bytes(self, cfg: HierarchyConfig) -> int:
+        """What the largest scores of a step take beside what is always set aside for it."""
+        ...
+
     def step_work(
         self, cfg: HierarchyConfig, load: StepLoad, draft_bytes: int
     ) -> Mapping[str, Work]:

@@ -37,10 +37,6 @@ from pallas_kernels.common.ids import NO_SLOT
 PATTERN = 1024
 """Random records that a pool repeats."""
 
-KEY_PATTERN = 2**17 - 1
-"""Random index keys that a pool repeats: more than a history has, since no real one has so many
-ties that the selection would be most of the work."""
-
 
 class Pattern(NamedTuple):
     """What a pool repeats: records, and index keys as stored."""
@@ -57,23 +53,29 @@ class HostPool(NamedTuple):
 
 
 def patterns(cfg: HierarchyConfig) -> list[Pattern]:
-    """The pattern of every pool; the same for all cells of a model."""
-    words = cfg.record_words
+    """The pattern of every pool; the same for all cells of a model.
+
+    Of random keys more than a history has: no real one has so many ties that the selection would be
+    most of the work.
+    """
+    words, keys = cfg.record_words, 2 ** cfg.capacity.bit_length() - 1
     return [
-        _pattern(cfg.geometry, layers, words(pool), pool)
+        _pattern(cfg.geometry, layers, words(pool), keys, pool)
         for pool, layers in enumerate(cfg.geometry.layers_per_pool)
     ]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _pattern(geometry: Geometry, layers: int, words: int, seed: Int[Array, ""]) -> Pattern:
-    shapes = [(PATTERN, layers, geometry.row.width), (KEY_PATTERN, geometry.index_width)]
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _pattern(
+    geometry: Geometry, layers: int, words: int, keys: int, seed: Int[Array, ""]
+) -> Pattern:
+    shapes = [(PATTERN, layers, geometry.row.width), (keys, geometry.index_width)]
     wanted = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    values, keys = random_like(wanted, seed)
+    values, numbers = random_like(wanted, seed)
     records = stored_rows(geometry.row, values).reshape(PATTERN, -1)
     return Pattern(
         records=jnp.pad(records, ((0, 0), (0, words - records.shape[1]))),
-        keys=stored_keys(geometry, keys),
+        keys=stored_keys(geometry, numbers),
     )
 
 
@@ -290,5 +292,6 @@ def _taken(pattern: Int[Array, "P W"], content: Int[Array, " S"]) -> Int[Array, 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _history_keys(keys: StoredKeys, rows: int, records: int, host_rows: int) -> StoredKeys:
     """Row r, position c has the key of host row r * records + c: pages are whole."""
-    number = jnp.arange(rows * records, dtype=jnp.int32) % host_rows % KEY_PATTERN
+    count = jax.tree.leaves(keys)[0].shape[0]
+    number = jnp.arange(rows * records, dtype=jnp.int32) % host_rows % count
     return jax.tree.map(lambda leaf: leaf[number].reshape(rows, records, *leaf.shape[1:]), keys)

@@ -32,7 +32,7 @@ from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Ran
 from dhisparse_jax.models.attached.drafter import AttachedDrafter
 from dhisparse_jax.models.attached.load import make_attached
 from dhisparse_jax.models.deepseek_v4.moe import bounded_swiglu
-from dhisparse_jax.models.deepseek_v41.costs import Drafted, step_work, weighed
+from dhisparse_jax.models.deepseek_v41.costs import F32, Drafted, step_work, weighed
 from dhisparse_jax.models.deepseek_v41.decode import V41Served
 from dhisparse_jax.models.draft.drafter import DrafterParams
 from dhisparse_jax.models.experts import Routing
@@ -229,6 +229,11 @@ class V41Shard:
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of the weights by stage."""
         return {stage: each.bytes for stage, each in weighed(self.share.shapes).items()}
+
+    def scores_bytes(self, cfg: HierarchyConfig) -> int:
+        """Those of the pool with most records."""
+        records = max(cfg.records(pool) for pool in range(cfg.pools))
+        return F32 * cfg.requests * cfg.queries * records
 
     def step_work(self, cfg: HierarchyConfig, load: StepLoad, draft_bytes: int) -> dict[str, Work]:
         """See `models.deepseek_v41.costs`."""
