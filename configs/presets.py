@@ -1,5 +1,6 @@
 """Presets: sizes of models that the library can serve."""
 
+from dhisparse_jax.configs.attached import AttachedConfig
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, WINDOW, V4Config
 from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.glm import GlmConfig, derive_indexer_types
@@ -164,6 +165,17 @@ DEEPSEEK_V4_1_FLASH = V41Config(
 )
 """DeepSeek-V4.1-Flash, text alone: 552 B parameters without its drafter and its Engram tables; its
 history as it is served, 890 B per token."""
+
+DEEPSEEK_V4_1_FLASH_DSPARK = AttachedConfig(
+    stages=3,
+    block_size=5,
+    noise_token_id=128_799,
+    taps=(37, 38, 39),
+    markov_rank=256,
+    num_experts=128,
+    experts_per_token=3,
+)
+"""The DSpark that DeepSeek-V4.1-Flash has attached."""
 
 GLM_PRESETS: dict[str, GlmConfig] = {"glm-5.3": GLM_5_3, "tiny": TINY}
 """What can be trained here."""

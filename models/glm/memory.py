@@ -5,13 +5,11 @@ One account: weights by kind, the state by kind, and room for what a step comput
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from dhisparse_jax.config import HierarchyConfig, Policy
-from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.engine.memory import sizes
-from dhisparse_jax.models.glm.costs import weight_bytes
 from dhisparse_jax.speculation.protocol import Drafter
 
 WORKSPACE_BYTES = 2.3e9
@@ -53,12 +51,16 @@ class Fit(NamedTuple):
 
 
 def account(
-    config: GlmConfig, experts: int, cfg: HierarchyConfig, drafter: Drafter, draft_bytes: int
+    weights: Mapping[str, int],
+    vocabulary: int,
+    cfg: HierarchyConfig,
+    drafter: Drafter,
+    draft_bytes: int,
 ) -> Account:
-    """What is in memory, with so many routed experts per layer, and a draft of so many bytes."""
+    """What is in memory, with weights and a draft of so many bytes."""
     state = sizes(cfg, drafter)
-    logits_bytes = 4 * LOGITS_AT_ONCE * cfg.requests * cfg.queries * config.vocab_size
-    kinds: dict[str, float] = dict(weight_bytes(config, experts))
+    logits_bytes = 4 * LOGITS_AT_ONCE * cfg.requests * cfg.queries * vocabulary
+    kinds: dict[str, float] = dict(weights)
     if draft_bytes:
         kinds["draft"] = draft_bytes
     kinds |= {
@@ -68,6 +70,7 @@ def account(
         "index keys": state.index_bytes,
         "tables": state.table_bytes,
         "draft rings": state.draft_bytes,
+        "windows": state.kept_bytes,
         "workspace": WORKSPACE_BYTES + logits_bytes,
     }
     return Account(kinds, state.host_bytes)
