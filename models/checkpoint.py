@@ -27,6 +27,7 @@ from dhisparse_jax.models.params import (
     build_model,
     cast_like,
     flatten,
+    loses_nothing,
     unflatten,
 )
 from dhisparse_jax.models.stream import on_first_device
@@ -126,8 +127,7 @@ def restore_weights(
 
 def _restored_dtype(own: np.dtype, stored: np.dtype, dtype: jnp.dtype | type | None) -> np.dtype:
     """The dtype of an array that the configuration has in `own`."""
-    as_published = dtype is None or jnp.promote_types(own, stored) == own
-    return stored if as_published else np.dtype(dtype)
+    return stored if dtype is None or loses_nothing(stored, own) else np.dtype(dtype)
 
 
 def _check(expected: Flat, found: Shapes) -> None:

@@ -1,7 +1,6 @@
 """Loading a published checkpoint directory, a tensor at a time."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from dhisparse_jax.models.params import (
     abstract_params,
     build_model,
     flatten,
+    loses_nothing,
     unflatten,
 )
 from dhisparse_jax.models.published import DEFAULT_BLOCK, Published, weight_block
@@ -213,7 +213,7 @@ def _kept_dtype(
     if not jnp.issubdtype(own, jnp.floating) or any(part.stored for part in parts):
         return own
     names = {part.name for part in parts}
-    exact = functools.reduce(jnp.promote_types, map(tensors.exact_dtype, names))
-    if not names & tensors.quantised.keys() and jnp.promote_types(own, exact) == own:
+    kinds = {tensors.exact_dtype(name) for name in names}
+    if not names & tensors.quantised.keys() and all(loses_nothing(kind, own) for kind in kinds):
         return own
-    return np.dtype(exact if dtype is None else dtype)
+    return np.dtype(dtype or (kinds.pop() if len(kinds) == 1 else np.float32))

@@ -172,6 +172,17 @@ def test_broken_quantised_tensors_are_named(tmp_path, name, value, message):
     assert "model.safetensors" in refused(tmp_path)
 
 
+def test_names_are_those_of_the_files(tmp_path):
+    def damage(tensors):
+        tensors[f"{KV}_scale_inv"] = poison(tensors[f"{KV}_scale_inv"])
+        for name in list(tensors):
+            tensors[deepseek_name(name)] = tensors.pop(name)
+
+    write(tmp_path, changes=damage)
+    message = refused(tmp_path)
+    assert "model.safetensors: layers.0.attn.wkv_a.scale is nan at [0, 1]" in message
+
+
 def test_experts_of_several_formats_cannot_stay_stored(tmp_path):
     def mix(tensors):
         tensors[DOWN] = np.zeros((160, 96), np.float32)
@@ -189,6 +200,8 @@ def test_experts_of_several_formats_cannot_stay_stored(tmp_path):
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "expected two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size is None"),
+        ({"quant_method": "fp8", "group_size": 32}, "quantization_config: unknown entries"),
         ("fp8", "expected an object"),
     ],
 )
@@ -211,8 +224,9 @@ def test_broken_shards_are_named(tmp_path):
     second.unlink()
     assert f"{second}: no such file, but model.safetensors.index.json says" in refused(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": 5}}))
-    assert f"{index} has no weight_map" in refused(tmp_path)
+    for named in ({"a": 5}, {}):
+        index.write_text(json.dumps({"weight_map": named}))
+        assert f"{index} has no weight_map" in refused(tmp_path)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
@@ -231,6 +245,8 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 12]},
         {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
         {"dtype": "F32", "shape": [1]},
+        {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]},
         [],
         5,
     ],
