@@ -129,11 +129,20 @@ FP8 = {"kv_format": "fp8", "index_format": "fp8"}
 
 
 @pytest.mark.slow
-def test_policies_give_the_same_bits():
-    fixed = logits("fixed", **FP8)
-    np.testing.assert_array_equal(fixed, logits("resident", **FP8))
+@pytest.mark.parametrize(
+    ("policy", "queries", "formats"),
+    [
+        ("fixed", 1, FP8),
+        ("adaptive", 4, FP8),
+        ("adaptive", 1, {"kv_format": "fp8", "index_format": "bfloat16"}),
+        ("fixed", 4, {"kv_format": "bfloat16", "index_format": "fp8"}),
+    ],
+)
+def test_policies_give_the_same_bits(policy, queries, formats):
+    found = logits(policy, queries, **formats)
+    np.testing.assert_array_equal(found, logits("resident", queries, **formats))
     # Rounding shows: else nothing would be compared.
-    assert np.median(np.abs(fixed - logits("resident")).max(axis=1)) > 1e-3
+    assert np.median(np.abs(found - logits("resident", queries)).max(axis=1)) > 1e-3
 
 
 def test_rotation_alone_changes_no_selection(monkeypatch, new_programs):
