@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ import pytest
 
 from dhisparse_jax.configs.quantised import FORMATS
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.families import family_of
 from dhisparse_jax.models.glm.dense import forward
-from dhisparse_jax.models.hf import load_hf
+from dhisparse_jax.models.hf import load_hf, read_config
 from dhisparse_jax.models.hf_config import parse_config
 from dhisparse_jax.models.hf_names import canonical_name
 from dhisparse_jax.models.hf_tensors import published_shapes
-from dhisparse_jax.models.params import flatten, params_of
+from dhisparse_jax.models.params import abstract_params, flatten, params_of
 from tests.support.checkpoints import (
     PUBLISHED,
     deepseek_name,
@@ -25,6 +27,7 @@ from tests.support.checkpoints import (
     write_shards,
 )
 from tests.support.quantised import exact, write_tensors
+from tests.support.small_glm import FIXTURES
 
 # Two layers, sizes that 128 and 32 do not divide, and 4-bit experts fit too.
 SIZES = PUBLISHED | {
@@ -263,3 +266,16 @@ def test_oracle_of_the_plain_tensors_is_the_product(tmp_path):
     tensors, plain = write(tmp_path, "v4")
     expected = exact(tensors[DOWN], tensors[f"{DOWN}_scale_inv"], FORMATS["fp4"])
     np.testing.assert_array_equal(plain[DOWN], expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "name", ["glm_tiny", "deepseek_v32_tiny", "deepseek_v4_tiny", "deepseek_v41_tiny"]
+)
+def test_every_number_of_every_tensor_goes_to_one_place(name):
+    config, _, _ = read_config(FIXTURES / name)
+    family = family_of(config)
+    used = dict.fromkeys(family.shapes(config), 0)
+    for parts in family.pieces(config, flatten(abstract_params(config))).values():
+        for part in parts:
+            used[part.name] += math.prod(part.shape)
+    assert used == {name: math.prod(shape) for name, shape in family.shapes(config).items()}
