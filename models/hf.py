@@ -214,6 +214,7 @@ def _kept_dtype(
         return own
     names = {part.name for part in parts}
     kinds = {tensors.exact_dtype(name) for name in names}
-    if not names & tensors.quantised.keys() and all(loses_nothing(kind, own) for kind in kinds):
+    chosen = dtype is not None and names & tensors.quantised.keys()
+    if not chosen and all(loses_nothing(kind, own) for kind in kinds):
         return own
     return np.dtype(dtype or (kinds.pop() if len(kinds) == 1 else np.float32))

@@ -86,4 +86,4 @@ def loses_nothing(kind: np.dtype, other: np.dtype) -> bool:
     if kind == other or not all(jnp.issubdtype(each, jnp.floating) for each in (kind, other)):
         return kind == other
     own, theirs = jnp.finfo(kind), jnp.finfo(other)
-    return bool(own.nmant <= theirs.nmant and own.maxexp <= theirs.maxexp)
+    return own.nmant <= theirs.nmant and own.maxexp <= theirs.maxexp

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,7 +47,7 @@ def test_quantised_weights_arrive_as_they_are(tmp_path, kind):
     tensors, _ = quantised_tensors(SIZES, "fp8", kind)
     write_tensors(source / "model.safetensors", tensors)
     written = convert.convert(source, target)
-    expected = {dtype: load_hf(source, dtype=dtype) for dtype in ("float32", "bfloat16")}
+    expected = {dtype: load_hf(source, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)}
     shutil.rmtree(source)
     for dtype, published in expected.items():
         config, model = load_checkpoint(target, dtype=dtype)
