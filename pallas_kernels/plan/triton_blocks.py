@@ -31,6 +31,7 @@ class Tuning(NamedTuple):
         look_programs: how many programs look up, about, if there is work for so many.
         block: places that the program of a request settles together.
         slots: slots that it looks at together.
+        counted: ages that it reads together.
         moves: misses to which it gives a slot together.
         warps: its warps.
     """
@@ -41,6 +42,7 @@ class Tuning(NamedTuple):
     look_programs: int = 256
     block: int = 4096
     slots: int = 2048
+    counted: int = 8192
     moves: int = 2048
     warps: int = 16
 
@@ -119,6 +121,7 @@ class Begun(NamedTuple):
     location: Word  # [R, U]
     fetch_position: Word  # [R, U]
     fetch_slot: Word  # [R, U]
+    fetch_evicted: Word  # [R, U]
     claim: Word  # [R, U]; see `claim`
 
 
@@ -138,6 +141,7 @@ class Kept(NamedTuple):
     location: Word  # [R, U]
     fetch_position: Word  # [R, U]
     fetch_slot: Word  # [R, U]
+    fetch_evicted: Word  # [R, U]
     slot_of: Word  # [R, C]
     position: Word  # [slots]
     mark: Word  # [slots]
@@ -148,6 +152,8 @@ class Made(NamedTuple):
 
     retire_position: Word  # [R, Q]
     retire_slot: Word  # [R, Q]
+    retire_evicted: Word  # [R, Q]
+    held: Word  # [R]
     selected: Word  # [R]
     hit: Word  # [R]
     tail: Word  # [R]
@@ -273,8 +279,12 @@ def put(
     content: tuple[jax.Array, jax.Array, jax.Array],
     step: jax.Array,
     sizes: Sizes,
-) -> None:
-    """Put positions into slots where live: forget what the slots held, record what they hold."""
+) -> jax.Array:
+    """Put positions into slots where live: forget what the slots held, record what they hold.
+
+    Returns:
+        What they held.
+    """
     position, slot, live = content
     old = gather_slots(kept.position, slot, live)
     barrier(sizes)
@@ -282,6 +292,7 @@ def put(
     scatter(kept.slot_of, row, position, slot, live)
     scatter_slots(kept.position, slot, position, live)
     scatter_slots(kept.mark, slot, step, live)
+    return old
 
 
 def claim(
