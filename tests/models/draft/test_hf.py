@@ -91,7 +91,7 @@ def test_a_published_draft_computes_what_its_tensors_say(tmp_path, kind):
         (
             "dflash",
             {"model.norm.weight": (32,)},
-            "model.norm.weight is the same tensor as norm.weight",
+            "norm.weight is the same tensor as model.norm.weight",
         ),
         ("dflash2", {"candidate_selector.predecessor_codebook": None}, "lacks 1 tensors"),
         ("dspark", {"confidence_head.proj.bias": None}, "lacks 1 tensors .*: confidence_head"),
