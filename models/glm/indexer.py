@@ -1,20 +1,49 @@
 """The indexer: cheap scores that say which rows a query attends to."""
 
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.configs.glm import RopeStyle
+from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.models.glm.linear import exact_dot, linear, weight_init
 from dhisparse_jax.models.glm.norms import LayerNorm
 from dhisparse_jax.models.glm.rope import rotate_first
 
 
+@runtime_checkable
+class IndexerSizes(Protocol):
+    """What an indexer needs of a configuration: `GlmConfig` says what each of it is."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def q_lora_rank(self) -> int: ...
+    @property
+    def index_heads(self) -> int: ...
+    @property
+    def index_dim(self) -> int: ...
+    @property
+    def index_norm_eps(self) -> float: ...
+    @property
+    def index_rope_style(self) -> RopeStyle: ...
+    @property
+    def qk_rope_dim(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def yarn(self) -> Yarn | None: ...
+    @property
+    def param_dtype(self) -> str: ...
+
+
 class Indexer(nnx.Module):
     """Queries, keys and head weights of one selection group."""
 
-    def __init__(self, config: GlmConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: IndexerSizes, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         param_dtype = jnp.dtype(config.param_dtype)
         linear_args = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.wq = linear(config.q_lora_rank, config.index_heads * config.index_dim, **linear_args)
