@@ -16,28 +16,57 @@ from dhisparse_jax.models.glm.rope import rotate_first
 
 @runtime_checkable
 class IndexerSizes(Protocol):
-    """What an indexer needs of a configuration: `GlmConfig` says what each of it is."""
+    """What an indexer needs of a configuration."""
 
     @property
-    def hidden_size(self) -> int: ...
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
     @property
-    def q_lora_rank(self) -> int: ...
+    def q_lora_rank(self) -> int:
+        """Width of what queries are made of."""
+        ...
+
     @property
-    def index_heads(self) -> int: ...
+    def index_heads(self) -> int:
+        """Heads of index queries."""
+        ...
+
     @property
-    def index_dim(self) -> int: ...
+    def index_dim(self) -> int:
+        """Width of a head, and of an index key."""
+        ...
+
     @property
-    def index_norm_eps(self) -> float: ...
+    def index_norm_eps(self) -> float:
+        """Epsilon of the norm of index keys."""
+        ...
+
     @property
-    def index_rope_style(self) -> RopeStyle: ...
+    def index_rope_style(self) -> RopeStyle:
+        """Which channels form a rotated pair."""
+        ...
+
     @property
-    def qk_rope_dim(self) -> int: ...
+    def qk_rope_dim(self) -> int:
+        """Leading channels that are rotated."""
+        ...
+
     @property
-    def rope_theta(self) -> float: ...
+    def rope_theta(self) -> float:
+        """Base of their frequencies."""
+        ...
+
     @property
-    def yarn(self) -> Yarn | None: ...
+    def yarn(self) -> Yarn | None:
+        """How positions are stretched."""
+        ...
+
     @property
-    def param_dtype(self) -> str: ...
+    def param_dtype(self) -> str:
+        """Dtype of the weights."""
+        ...
 
 
 class Indexer(nnx.Module):

@@ -19,11 +19,19 @@ class MlpSizes(Protocol):
     """What a gated MLP needs of a configuration."""
 
     @property
-    def hidden_size(self) -> int: ...
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Layers of the model, by which the initial weights go."""
+        ...
+
     @property
-    def param_dtype(self) -> str: ...
+    def param_dtype(self) -> str:
+        """Dtype of the weights."""
+        ...
 
 
 class GatedMlp(nnx.Module):

@@ -8,7 +8,6 @@ by its maximum and its sum (Milakov and Gimelshein, arXiv 1805.02867). No gradie
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int

@@ -4,20 +4,28 @@ It is then another model than the one that was published: its layers read the K 
 select, in place of all of them. Which policy runs it changes nothing.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax import plugin
+from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.geometry import Geometry, RowFormat
 from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.models.llama.attend import Seen
 from dhisparse_jax.models.llama.indexers import FittedIndexers, scored, selecting
 from dhisparse_jax.models.llama.model import LlamaModel
 from dhisparse_jax.models.llama.whole import LayerView, run_layers
+from dhisparse_jax.models.params import Nested, fill, params_of
 from dhisparse_jax.plugin import OpenStep
+
+Feed = Callable[[HierarchyState, jax.Array], tuple[HierarchyState, jax.Array]]
+"""From a hierarchy and new tokens `[R, T]` to the hierarchy with them, and their logits."""
 
 
 class Prompt(NamedTuple):
@@ -90,3 +98,25 @@ def decode_step(
         attended, step = plugin.attend(step, number, (keys, values), queries, select=index)
         x = layer.finish(x, attended.values)
     return model.logits(x), step
+
+
+def feeder(model: LlamaModel, indexers: FittedIndexers, cfg: HierarchyConfig) -> Feed:
+    """A compiled step that keeps all its tokens; the hierarchy that it is given is used up."""
+    params = {"model": params_of(model), "indexers": params_of(indexers)}
+
+    def feed(
+        params: Nested, state: HierarchyState, tokens: jax.Array
+    ) -> tuple[HierarchyState, jax.Array]:
+        logits, step = decode_step(
+            fill(
+                lambda: LlamaModel(model.config, rngs=nnx.Rngs(0), dtype=model.dtype),
+                params["model"],
+            ),
+            fill(lambda: FittedIndexers(indexers.config, rngs=nnx.Rngs(0)), params["indexers"]),
+            tokens,
+            plugin.begin_step(state, cfg),
+        )
+        return plugin.end_step(step), logits
+
+    compiled = jax.jit(feed, donate_argnums=1)
+    return lambda state, tokens: compiled(params, state, tokens)

@@ -15,9 +15,6 @@ from jaxtyping import Array, Float, Int
 from dhisparse_jax.models.llama.attend import Seen, masked_attention
 from dhisparse_jax.models.llama.model import Heads, LlamaLayer, LlamaModel
 
-HEAD_CHUNK = 512
-"""Positions whose logits are there at once."""
-
 
 class LayerView(NamedTuple):
     """What a layer attends with.

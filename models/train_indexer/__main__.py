@@ -26,20 +26,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--gguf", type=Path, help="file of a Llama-like model")
     model.add_argument("--model", choices=sorted(PACKAGED), help="one that a package carries")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to, or go on in")
-    parser.add_argument("--layers", type=int, default=3, help="layers that share a selection")
+    parser.add_argument("--layers", type=int, default=5, help="layers that share a selection")
     parser.add_argument("--heads", type=int, default=4, help="heads of index queries")
     parser.add_argument("--width", type=int, default=64, help="numbers of an index key")
     parser.add_argument("--length", type=int, help="tokens of a text; the full context if left out")
-    parser.add_argument("--texts", type=int, default=8, help="texts to fit on")
-    parser.add_argument("--queries", type=int, default=512, help="kept of each text")
-    parser.add_argument("--batch", type=int, default=128, help="queries of an update")
+    parser.add_argument("--texts", type=int, default=5, help="texts to fit on")
+    parser.add_argument("--queries", type=int, default=256, help="kept of each text")
+    parser.add_argument("--batch", type=int, default=64, help="queries of an update")
     parser.add_argument("--steps", type=int, default=300, help="updates of every indexer")
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="bfloat16",
-        help="of the frozen model's products; indexers are fitted in float32",
-    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
@@ -77,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("dhisparse_jax").setLevel(logging.INFO)
     try:
         path = options.gguf or packaged(options.model)
-        loaded = load_gguf(path, options.dtype)
+        loaded = load_gguf(path)
         config = configure(options, loaded.model.config)
         texts = load_texts(loaded.words, count=config.texts, length=config.length, seed=config.seed)
         Fit(config, loaded, path.name, texts, options.out).run()

@@ -4,6 +4,7 @@ Only some queries of a text are kept with their attention, a row as long as the 
 all positions can be attended to. A file is written whole or not at all.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ def capture(
     return Captured(np.stack(inputs), positions, np.stack(targets).astype(np.float16))
 
 
-@jax.jit
+@partial(jax.jit, static_argnums=2)
 def _attention(
     heads: Heads, positions: Int[Array, " queries"], scale: float
 ) -> Float[Array, "queries s"]:

@@ -29,10 +29,10 @@ class FitConfig:
     fitted: FittedConfig
     length: int
     seed: int = 0
-    texts: int = 8
-    queries: int = 512
+    texts: int = 5
+    queries: int = 256
     steps: int = 300
-    batch: int = 256
+    batch: int = 64
     rate: float = 4e-3
     warmup: float = 0.05
     save_steps: int = 20

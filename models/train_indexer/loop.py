@@ -1,4 +1,4 @@
-"""The run: texts are captured once, then every indexer is updated in turn, with saves in between."""
+"""The run: texts are captured once, then every indexer is updated in turn, with saves between."""
 
 import logging
 import time
@@ -21,6 +21,7 @@ from dhisparse_jax.models.train_indexer.capture import (
     save_captured,
 )
 from dhisparse_jax.models.train_indexer.config import FitConfig
+from dhisparse_jax.models.train_indexer.evaluate import SINKS
 from dhisparse_jax.models.train_indexer.record import FitRecord, resume_run, save_run
 from dhisparse_jax.models.train_indexer.step import (
     Batch,
@@ -34,9 +35,6 @@ from dhisparse_jax.models.train_indexer.step import (
 from dhisparse_jax.models.train_indexer.texts import Texts, Tokens
 
 log = logging.getLogger(__name__)
-
-SINKS = 4
-"""First positions that a window keeps beside the newest ones (StreamingLLM, arXiv 2309.17453)."""
 
 
 @dataclass
@@ -69,8 +67,9 @@ class Fit:
         record.parameters = sum(x.size for x in jax.tree.leaves([s.params for s in states]))
         if record.steps:
             log.info("goes on from step %d", record.steps)
+        rng = np.random.default_rng(config.seed)
         self._captured = [
-            self._capture(str(number), tokens, number)
+            self._capture(str(number), tokens, rng)
             for number, tokens in enumerate(self.texts.train)
         ]
         self._update = jax.jit(partial(update, config), donate_argnums=0)
@@ -87,13 +86,12 @@ class Fit:
         save_run(self.out, config, states, record)
         return record
 
-    def _capture(self, name: str, tokens: Tokens, number: int) -> Captured:
+    def _capture(self, name: str, tokens: Tokens, rng: np.random.Generator) -> Captured:
         """What the model shows of a text; from the file of an earlier run if there is one."""
+        positions = draw_positions(len(tokens), self.config.queries, rng)
         path = self.out / "captured" / f"{name}.npz"
         if not path.is_file():
             start = time.monotonic()
-            rng = np.random.default_rng((self.config.seed, number))
-            positions = draw_positions(len(tokens), self.config.queries, rng)
             config = self.config.fitted
             save_captured(path, capture(self.loaded.model, config, tokens, positions))
             log.info("captured text %s in %.0f s", name, time.monotonic() - start)
@@ -127,24 +125,17 @@ class Fit:
         )
 
     def _judge(self, states: list[FitState]) -> dict[str, Any]:
-        """How each group does on the first left-out text, and on the last one, which is prose."""
-        names = list(self.texts.left_out)
+        """How each group does on the first left-out text."""
+        name, tokens = next(iter(self.texts.left_out.items()))
+        text = self._capture(name, tokens, np.random.default_rng(self.config.seed))
         judged = jax.jit(partial(judge, self.config, sinks=SINKS))
-        found = {}
-        for name in dict.fromkeys((names[0], names[-1])):
-            text = self._capture(name.replace(" ", "_"), self.texts.left_out[name], -1 % 2**31)
-            every = np.arange(len(text.positions))
-            qualities = [
-                judged(state.params, _batch(text, group, every))
-                for group, state in enumerate(states)
-            ]
-            found[name] = [_rounded(each) for each in qualities]
-            log.info(
-                "%s: %s",
-                name,
-                _rounded(jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *qualities)),
-            )
-        return found
+        every = np.arange(len(text.positions))
+        groups = [
+            judged(state.params, _batch(text, group, every)) for group, state in enumerate(states)
+        ]
+        mean = jax.tree.map(lambda *parts: sum(parts) / len(parts), *groups)
+        log.info("%s, left out: %s", name, _rounded(mean))
+        return {"text": name, "mean": _rounded(mean), "groups": [_rounded(g) for g in groups]}
 
 
 def _batch(text: Captured, group: int, asked: np.ndarray) -> Batch:
