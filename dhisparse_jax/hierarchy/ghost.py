@@ -34,7 +34,6 @@ def remember(
     cfg: HierarchyConfig,
     pool: int,
     plan: PlanResult,
-    before: Int[Array, " page_slots"],
     *,
     again: bool,
 ) -> HierarchyState:
@@ -47,7 +46,6 @@ def remember(
         cfg: its sizes; adaptive.
         pool: which pool.
         plan: the plan.
-        before: the positions that the hot slots held before it.
         again: whether it is not the first plan of the pool in this step.
     """
     benefit = state.benefit
@@ -57,10 +55,8 @@ def remember(
     known = ghost >= 0
     # A ghost had no slot, so one that has a slot now has been fetched.
     back = known & (jnp.take_along_axis(slot_of, jnp.maximum(ghost, 0), axis=1) >= 0)
-    slot = jnp.concatenate([plan.fetch_slot[:, : cfg.ghosts], plan.retire_slot], axis=1)
-    hot = (slot >= 0) & (slot < before.shape[0])
-    evicted = masked(before[jnp.where(hot, slot, 0)], hot)
-    ids = jnp.concatenate([evicted, masked(ghost, ~back)], axis=1)
+    evicted = plan.fetch_evicted[:, : cfg.ghosts], plan.retire_evicted
+    ids = jnp.concatenate([*evicted, masked(ghost, ~back)], axis=1)
     looked, refetched = (seen.sum(axis=1, dtype=jnp.int32) for seen in (known, back))
     if again:
         looked, refetched = benefit.looked[pool], benefit.refetched[pool] + refetched

@@ -80,13 +80,12 @@ def finish_plan(
 ) -> HierarchyState:
     """The state with the tables after a plan, and what the plans of the step say of the load."""
     number, _ = cfg.hot_pool_of(pool)
-    before = state.hot[number]
-    hot = dataclasses.replace(before, position=after.position, mark=after.mark)
+    hot = dataclasses.replace(state.hot[number], position=after.position, mark=after.mark)
     state = with_pool(with_hot(state, number, hot), pool, slot_of=after.slot_of)
     state = _count(state, pool, result.counts, again=again)
     if not cfg.ghosts:
         return state
-    return remember(state, cfg, pool, result, before.position, again=again)
+    return remember(state, cfg, pool, result, again=again)
 
 
 def _tail(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Tail:

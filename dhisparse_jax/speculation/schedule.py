@@ -115,36 +115,56 @@ def live_queries(
     if rule is Rule.ALL or confidence.shape[1] == 0:
         return room
     expected = jnp.cumprod(load.acceptance if rule is Rule.HISTORY else confidence, axis=1)
-    rate = throughput(expected, load, profile, room)
+    place, rate = throughput(expected, load, profile, room)
     if rule is Rule.EARLY_STOP:
         count = early_stop(rate)
     elif rule is Rule.STALE:
-        count = best(throughput(load.survival[:, 0], load, profile, room))
+        count = best(throughput(load.survival[:, 0], load, profile, room)[1])
     else:
         count = best(rate)
-    admitted = _rank(expected, load, profile, room) < count
-    proposals = admitted.reshape(expected.shape).sum(axis=1, dtype=jnp.int32)
+    proposals = (place <= count).sum(axis=1, dtype=jnp.int32)
     return jnp.minimum(proposals + 1, room)
 
 
 def throughput(
     survival: Float[Array, "R N"], load: Load, profile: Profile, room: Int[Array, " R"]
-) -> Float[Array, " K"]:
-    """Expected tokens per second with the k most valuable proposals verified, k = 0 .. R N.
+) -> tuple[Int[Array, "R N"], Float[Array, " K"]]:
+    """Places of proposals by what they give for their time, and what the first k of them come to.
 
-    -inf where there are fewer than k.
+    The first places are a prefix of every request: none is worth more than those before it, and of
+    equals the earlier comes first. All pairs are compared, and summed up in the same reduction,
+    which is one small kernel on a GPU where sorting is many: 32 requests x 7 proposals are 50,000
+    pairs.
+
+    Returns:
+        (place, rate): int32 places from 1; float32 expected tokens per second with the first
+        k = 0 .. R N verified, -inf where there are fewer than k.
     """
-    rank = _rank(survival, load, profile, room)
     requests = (room > 0).sum(dtype=jnp.int32)
-    k = jnp.arange(rank.shape[0] + 1, dtype=jnp.int32)
-    chosen = rank[None] < k[:, None]
-    sums = lambda values: jnp.where(chosen, values.reshape(-1)[None], 0.0).sum(axis=1)
     first, more = _fetch_seconds(load, profile, survival.shape[1], room)
-    table = profile.step_seconds
-    seconds = table[jnp.minimum(requests + k, table.shape[0] - 1)] + first + sums(more)
-    tokens = requests.astype(jnp.float32) + sums(survival)
-    rate = tokens / jnp.maximum(seconds, _LEAST_SECONDS)
-    return jnp.where(k <= _possible(survival, room).sum(dtype=jnp.int32), rate, -jnp.inf)
+    possible = _possible(survival, room)
+    worth = _worth(survival, more, profile, possible).reshape(-1)
+    number = jnp.arange(worth.shape[0], dtype=jnp.int32)
+    earlier = (worth[None] == worth[:, None]) & (number[None] <= number[:, None])
+    chosen = (worth[None] > worth[:, None]) | earlier
+    sums = lambda values: jnp.where(chosen, values.reshape(1, -1), 0)
+    place, tokens, seconds = lax.reduce(
+        (chosen.astype(jnp.int32), sums(survival), sums(more)),
+        (jnp.int32(0), jnp.float32(0), jnp.float32(0)),
+        lambda before, after: tuple(a + b for a, b in zip(before, after, strict=True)),
+        (1,),
+    )
+    table, alone = profile.step_seconds, requests.astype(jnp.float32)
+    rate_of = lambda tokens, count, seconds: (
+        tokens
+        / jnp.maximum(
+            table[jnp.minimum(count, table.shape[0] - 1)] + first + seconds, _LEAST_SECONDS
+        )
+    )
+    rate = rate_of(alone + tokens, requests + place, seconds)
+    every = jnp.full(worth.shape[0] + 1, rate_of(alone, requests, 0.0))
+    every = every.at[place].set(jnp.where(possible.reshape(-1), rate, -jnp.inf))
+    return place.reshape(survival.shape), every
 
 
 def early_stop(rate: Float[Array, " K"]) -> Int[Array, ""]:
@@ -206,20 +226,14 @@ def _fetch_seconds(
     return alone.sum(), alone[:, None] * added[None]
 
 
-def _rank(
-    survival: Float[Array, "R N"], load: Load, profile: Profile, room: Int[Array, " R"]
-) -> Int[Array, " K"]:
-    """Place of every proposal, request by request, by what it gives for its time, from 0 for most.
-
-    The first places are a prefix of every request: none is worth more than those before it, and of
-    equals the earlier comes first. All pairs are compared, which is one small kernel on a GPU where
-    sorting is many: 32 requests x 7 proposals are 50,000 pairs.
-    """
+def _worth(
+    survival: Float[Array, "R N"],
+    fetch: Float[Array, "R N"],
+    profile: Profile,
+    possible: Bool[Array, "R N"],
+) -> Float[Array, "R N"]:
+    """Expected tokens per second of every proposal by itself, at most those of the one before."""
     table = profile.step_seconds
     slope = (table[-1] - table[0]) / (table.shape[0] - 1)
-    _, fetch = _fetch_seconds(load, profile, survival.shape[1], room)
     worth = survival / jnp.maximum(slope + fetch, _LEAST_SECONDS)
-    worth = jnp.where(_possible(survival, room), lax.cummin(worth, axis=1), -1.0).reshape(-1)
-    number = jnp.arange(worth.shape[0], dtype=jnp.int32)
-    earlier = (worth[None] == worth[:, None]) & (number[None] < number[:, None])
-    return ((worth[None] > worth[:, None]) | earlier).sum(axis=1, dtype=jnp.int32)
+    return jnp.where(possible, lax.cummin(worth, axis=1), -1.0)

@@ -42,18 +42,24 @@ def plan(
     retire_slot = _assign(retire, victims, missing)
     retire_position = masked(wanted.retiring, retire_slot >= 0)
     filled = jnp.concatenate([masked(union.position, fetch_hot >= 0), retire_position], axis=1)
-    tables = _fill(tables, jnp.concatenate([fetch_hot, retire_slot], axis=1), filled, wanted.step)
+    held = lambda slot: masked(tables.position[jnp.maximum(slot, 0)], slot >= 0)
+    fetch_evicted, retire_evicted = held(fetch_hot), held(retire_slot)
+    evicted = jnp.concatenate([fetch_evicted, retire_evicted], axis=1)
+    slots = jnp.concatenate([fetch_hot, retire_slot], axis=1)
+    after = _fill(tables, slots, filled, evicted, wanted.step)
     place = jnp.where(hit, hot, jnp.where(tail, union.tail_slot, fetch_slot))
     location = jnp.take_along_axis(place, union.first, axis=1).reshape(wanted.selection.shape)
     result = PlanResult(
         location=masked(location, wanted.selection >= 0),
         fetch_position=packed(miss, union.position),
         fetch_slot=packed(miss, fetch_slot),
+        fetch_evicted=packed(miss, fetch_evicted),
         retire_position=retire_position,
         retire_slot=retire_slot,
+        retire_evicted=retire_evicted,
         counts=_counts(union.position >= 0, hit, tail, miss, overflow),
     )
-    return result, tables
+    return result, after
 
 
 def _within(wanted: PlanInput, capacity: int) -> PlanInput:
@@ -135,14 +141,17 @@ def _assign(
 
 
 def _fill(
-    tables: PlanTables, slots: Int[Array, "R n"], positions: Int[Array, "R n"], step: Int[Array, ""]
+    tables: PlanTables,
+    slots: Int[Array, "R n"],
+    positions: Int[Array, "R n"],
+    evicted: Int[Array, "R n"],
+    step: Int[Array, ""],
 ) -> PlanTables:
     """Put `positions` into `slots`: forget what the slots held, then record the new content."""
     requests, capacity = tables.slot_of.shape
     row = jnp.broadcast_to(jnp.arange(requests, dtype=jnp.int32)[:, None], slots.shape)
     size = tables.position.shape[0]
-    old = masked(tables.position[jnp.maximum(slots, 0)], slots >= 0)
-    slot_of = tables.slot_of.at[row, dropping(old, capacity)].set(NO_SLOT, mode="drop")
+    slot_of = tables.slot_of.at[row, dropping(evicted, capacity)].set(NO_SLOT, mode="drop")
     slot_of = slot_of.at[row, dropping(positions, capacity)].set(slots, mode="drop")
     position = tables.position.at[dropping(slots, size)].set(positions, mode="drop")
     tables = tables._replace(slot_of=slot_of, position=position)

@@ -19,7 +19,7 @@ Three launches. Looking up and claiming know no order and spread over the device
 program per request, since requests share nothing but the arrays that hold them (slots of their own
 pages, their own row of the map): its stages wait for each other at barriers instead of launches.
 
-Traffic: a selection is read once; locations, claims and the two columns of fetches are written
+Traffic: a selection is read once; locations, claims and the three columns of fetches are written
 once; claims are read twice, the second time from L1. One sector per look-up and again for what is
 not hot; one for each mark, which a program writes about once per slot however many queries use it;
 two words per held slot, and its age once per bit of the range of ages.
@@ -121,8 +121,10 @@ def plan(
         location=kept.location.reshape(wanted.selection.shape),
         fetch_position=kept.fetch_position,
         fetch_slot=kept.fetch_slot,
+        fetch_evicted=kept.fetch_evicted,
         retire_position=made.retire_position,
         retire_slot=made.retire_slot,
+        retire_evicted=made.retire_evicted,
         counts=PlanCounts(made.selected, made.hit, made.tail, made.fetched, made.staged),
     )
     return result, PlanTables(kept.slot_of, kept.position, kept.mark)
@@ -147,6 +149,7 @@ def _settle(
         Made(
             retire_position=retiring,
             retire_slot=retiring,
+            retire_evicted=retiring,
             selected=count,
             hit=count,
             tail=count,
@@ -294,7 +297,8 @@ def _fill(
         slot = gather(made.victims, row, rank, live)
         store_block(kept.fetch_position, row, rank, position, live)
         store_block(kept.fetch_slot, row, rank, slot, live)
-        put(kept, row, (position, slot, live), step, sizes)
+        evicted = put(kept, row, (position, slot, live), step, sizes)
+        store_block(kept.fetch_evicted, row, rank, evicted, live)
 
     lax.fori_loop(0, _rounds(count, sizes), fill, None)
 
@@ -317,7 +321,8 @@ def _retire(
     inside = place < sizes.retiring
     store_block(made.retire_position, row, place, masked(position, live), inside)
     store_block(made.retire_slot, row, place, slot, inside)
-    put(kept, row, (position, slot, live), only(asked.step), sizes)
+    evicted = put(kept, row, (position, slot, live), only(asked.step), sizes)
+    store_block(made.retire_evicted, row, place, evicted, inside)
 
 
 def _stage(

@@ -119,6 +119,7 @@ class Begun(NamedTuple):
     location: Word  # [R, U]
     fetch_position: Word  # [R, U]
     fetch_slot: Word  # [R, U]
+    fetch_evicted: Word  # [R, U]
     claim: Word  # [R, U]; see `claim`
 
 
@@ -138,6 +139,7 @@ class Kept(NamedTuple):
     location: Word  # [R, U]
     fetch_position: Word  # [R, U]
     fetch_slot: Word  # [R, U]
+    fetch_evicted: Word  # [R, U]
     slot_of: Word  # [R, C]
     position: Word  # [slots]
     mark: Word  # [slots]
@@ -148,6 +150,7 @@ class Made(NamedTuple):
 
     retire_position: Word  # [R, Q]
     retire_slot: Word  # [R, Q]
+    retire_evicted: Word  # [R, Q]
     selected: Word  # [R]
     hit: Word  # [R]
     tail: Word  # [R]
@@ -273,8 +276,12 @@ def put(
     content: tuple[jax.Array, jax.Array, jax.Array],
     step: jax.Array,
     sizes: Sizes,
-) -> None:
-    """Put positions into slots where live: forget what the slots held, record what they hold."""
+) -> jax.Array:
+    """Put positions into slots where live: forget what the slots held, record what they hold.
+
+    Returns:
+        What they held.
+    """
     position, slot, live = content
     old = gather_slots(kept.position, slot, live)
     barrier(sizes)
@@ -282,6 +289,7 @@ def put(
     scatter(kept.slot_of, row, position, slot, live)
     scatter_slots(kept.position, slot, position, live)
     scatter_slots(kept.mark, slot, step, live)
+    return old
 
 
 def claim(

@@ -44,7 +44,7 @@ def look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> tuple[Kept, 
             step=wanted.step.reshape(1),
         ),
         Touched(tables.mark),
-        Begun(shape, shape, shape, shape),
+        Begun(shape, shape, shape, shape, shape),
         blocks=sizes.look_parts,
         warps=sizes.tuning.look_warps,
     )
@@ -52,6 +52,7 @@ def look_up(wanted: PlanInput, tables: PlanTables, sizes: Sizes) -> tuple[Kept, 
         location=begun.location,
         fetch_position=begun.fetch_position,
         fetch_slot=begun.fetch_slot,
+        fetch_evicted=begun.fetch_evicted,
         slot_of=_claim(tables.slot_of, begun.claim),
         position=tables.position,
         mark=touched.mark,
@@ -118,6 +119,7 @@ def _begin(begun: Begun, where: Pair, position: jax.Array, found: Pair, sizes: S
     store_block(begun.claim, row, place, claim(row, position, hot, tail >= 0, sizes), inside)
     store_block(begun.fetch_position, row, place, NO_SLOT, inside)
     store_block(begun.fetch_slot, row, place, NO_SLOT, inside)
+    store_block(begun.fetch_evicted, row, place, NO_SLOT, inside)
 
 
 def _touch(mark: jax.Ref, slots: list[jax.Array], step: jax.Array, sizes: Sizes) -> None:

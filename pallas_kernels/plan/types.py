@@ -71,14 +71,19 @@ class PlanResult(NamedTuple):
         fetch_position: int32 positions to fetch from the host, each once: the first
             `counts.fetched` of a row, NO_SLOT after them.
         fetch_slot: int32 slot that receives each of them.
+        fetch_evicted: int32 position that the slot held until now; NO_SLOT if it was empty, and for
+            a staging slot.
         retire_position: the positions of `retiring` that get a hot slot; NO_SLOT skips.
         retire_slot: int32 slot that receives each of them.
+        retire_evicted: int32 position that the slot held until now, NO_SLOT if it was empty.
         counts: what the plan found.
     """
 
     location: Int[Array, "R T K"]
     fetch_position: Int[Array, "R U"]
     fetch_slot: Int[Array, "R U"]
+    fetch_evicted: Int[Array, "R U"]
     retire_position: Int[Array, "R Q"]
     retire_slot: Int[Array, "R Q"]
+    retire_evicted: Int[Array, "R Q"]
     counts: PlanCounts

@@ -97,6 +97,12 @@ def test_equals_loops(name, implementation):
         assert fetched == expected.fetch
         retired = moves(result.retire_position[request], result.retire_slot[request])
         assert retired == expected.retire
+        fetches, left = len(expected.fetch), [p for p in expected.evicted if p is not None]
+        gone = result.fetch_evicted[request]
+        assert [p for p in gone[:fetches].tolist() if p >= 0] == left
+        assert (gone[len(expected.evicted) :] == -1).all()
+        left = [p for p in expected.retire_evicted if p is not None]
+        assert [p for p in result.retire_evicted[request].tolist() if p >= 0] == left
         counts = [int(column[request]) for column in result.counts]
         found = [len(expected.location), expected.hits, expected.tails, len(expected.fetch)]
         assert counts == [*found, expected.staged]

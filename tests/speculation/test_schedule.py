@@ -229,10 +229,11 @@ def test_throughput_by_hand():
     """1 request: 1 token in 1 s, then .8 and .4 more for half a second each."""
     load = init_load(1, 2)
     prof = profile([0.5, 1.0, 1.5, 2.0])
-    rate = throughput(jnp.asarray([[0.8, 0.4]]), load, prof, full(1, 2))
+    place, rate = throughput(jnp.asarray([[0.8, 0.4]]), load, prof, full(1, 2))
+    np.testing.assert_array_equal(place, [[1, 2]])
     np.testing.assert_allclose(rate, [1.0, 1.8 / 1.5, 2.2 / 2.0], rtol=1e-6)
     assert (int(best(rate)), int(early_stop(rate))) == (1, 1)
-    short = throughput(jnp.asarray([[0.8, 0.4]]), load, prof, jnp.asarray([2], jnp.int32))
+    _, short = throughput(jnp.asarray([[0.8, 0.4]]), load, prof, jnp.asarray([2], jnp.int32))
     assert short[2] == -np.inf
 
 
