@@ -25,7 +25,7 @@ from bench.record import RESULTS, environment, save, write
 from dhisparse_jax import HierarchyConfig, Policy, plugin
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.llama.decode import feeder, geometry, read_prompt
-from dhisparse_jax.models.llama.indexers import FittedIndexers, load_indexers
+from dhisparse_jax.models.llama.indexers import BUNDLED, FittedIndexers, load_indexers
 from dhisparse_jax.models.llama.load import load_gguf, packaged
 from dhisparse_jax.models.llama.model import LlamaModel
 from dhisparse_jax.models.train_indexer.evaluate import SINKS, Mode, look_for, text_losses
@@ -38,8 +38,8 @@ QUERIES = 8
 
 
 def main(
-    indexers: Annotated[Path, typer.Option(help="Folder of fitted indexers.")],
     gguf: Annotated[Path | None, typer.Option(help="The model; SmolLM2 if left out.")] = None,
+    indexers: Annotated[Path, typer.Option(help="Folder of indexers.")] = BUNDLED["smollm2"],
     counts: Annotated[str, typer.Option(help="Positions that a query attends to.")] = "512,256,128",
     texts: Annotated[str, typer.Option(help="Left-out texts, by name; all: every one.")] = "all",
     length: Annotated[int | None, typer.Option(help="Tokens of a text; None: all context.")] = None,

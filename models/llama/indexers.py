@@ -28,6 +28,9 @@ from dhisparse_jax.models.llama.attend import Seen, selected
 from dhisparse_jax.models.llama.whole import LayerView, Look
 from dhisparse_jax.models.params import Nested, cast_like, fill, flatten, params_of, unflatten
 
+BUNDLED = {"smollm2": Path(__file__).parents[1] / "smollm2"}
+"""Indexers that are in the package, by the model they were fitted to."""
+
 
 class FittedIndexers(nnx.Module):
     """The indexers of all groups.

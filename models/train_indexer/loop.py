@@ -73,14 +73,16 @@ class Fit:
             for number, tokens in enumerate(self.texts.train)
         ]
         self._update = jax.jit(partial(update, config), donate_argnums=0)
+        record.seconds, start = record.seconds + time.monotonic() - start, time.monotonic()
         while record.steps < config.steps:
             count = min(config.save_steps, config.steps - record.steps)
             means = self._updates(states, record.steps, count)
             record.steps += count
-            record.seconds, start = record.seconds + time.monotonic() - start, time.monotonic()
+            spent, start = time.monotonic() - start, time.monotonic()
+            record.seconds += spent
             record.curve.append({"step": record.steps, "divergence": means})
             save_run(self.out, config, states, record)
-            self._report(record, means)
+            self._report(record, means, spent / count)
         record.left_out = self._judge(states)
         record.seconds += time.monotonic() - start
         save_run(self.out, config, states, record)
@@ -112,16 +114,15 @@ class Fit:
             told.append(losses)
         return [round(float(mean), 4) for mean in np.mean(jax.device_get(told), axis=0)]
 
-    def _report(self, record: FitRecord, means: list[float]) -> None:
-        """One line about how it goes."""
-        left = record.seconds / record.steps * (self.config.steps - record.steps)
+    def _report(self, record: FitRecord, means: list[float], seconds: float) -> None:
+        """One line about how it goes, at so many seconds a step."""
         log.info(
             "%3.0f %%  step %4d  divergence %.4f (worst group %.4f)  eta %.0f s",
             100 * record.steps / self.config.steps,
             record.steps,
             np.mean(means),
             np.max(means),
-            left,
+            seconds * (self.config.steps - record.steps),
         )
 
     def _judge(self, states: list[FitState]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Indexers are fitted to a frozen model: what is captured, what an update does, and a killed run."""
+"""Indexers are fitted to a frozen model: what is captured, a killed run, and what it is for."""
 
 import dataclasses
 import json
