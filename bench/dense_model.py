@@ -3,8 +3,8 @@
 Texts of the model's whole context, teacher forced: dense, as it was trained; the best K positions
 by the indexers that `dhisparse_jax.models.train_indexer` fitted; and, for comparison, the K newest
 positions, of which four are the first ones of the text. All of it through plain masked attention. A
-check goes through the hierarchy itself: the last tokens of one text in decode steps, under several
-policies, whose logits must be the same bit for bit, and those of the masked attention but for
+check goes through the hierarchy itself: the last tokens of a shorter text in decode steps, under
+every policy, whose logits must be the same bit for bit, and those of the masked attention but for
 rounding.
 """
 
@@ -44,7 +44,8 @@ def main(
     texts: Annotated[str, typer.Option(help="Left-out texts, by name; all: every one.")] = "all",
     length: Annotated[int | None, typer.Option(help="Tokens of a text; None: all context.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the model's products.")] = "float32",
-    checked: Annotated[int, typer.Option(help="Last tokens that go through the hierarchy.")] = 256,
+    check_length: Annotated[int, typer.Option(help="Tokens of the check's text.")] = 2048,
+    checked: Annotated[int, typer.Option(help="Last of them, in decode steps.")] = 128,
     json: Annotated[Path | None, typer.Option(help="Where to write; gone on with if there.")] = (
         RESULTS / "cpu" / "dense_model.json"
     ),
@@ -60,7 +61,7 @@ def main(
             f"no left-out text {unknown[0]!r} of {size} tokens; there are {[*left_out]}"
         )
     sizes = [int(count) for count in counts.split(",")]
-    document = {
+    document: Figures = {
         "bench": "dense_model",
         **environment(),
         "length": size,
@@ -73,7 +74,9 @@ def main(
             _measure(model, fitted, left_out[name], figures.setdefault(name, {}), mode, count)
             save(document, json)
     document["mean"] = means(figures)
-    document["hierarchy"] = check(model, fitted, left_out[names[0]], min(sizes), checked)
+    document["hierarchy"] = check(
+        model, fitted, left_out[names[0]][:check_length], min(sizes), checked
+    )
     Console(stderr=True).print(_table(document["mean"]))
     write(document, json)
 
@@ -143,7 +146,7 @@ def check(
     wanted = np.asarray(model.logits(prompt.hidden[-last:]))
     found: dict[str, np.ndarray] = {}
     fetched: dict[str, int] = {}
-    for policy in (Policy.RESIDENT, Policy.FIXED, Policy.ADAPTIVE):
+    for policy in Policy:
         cfg = HierarchyConfig(
             geometry=geometry(model, fitted, count),
             policy=policy,
@@ -156,7 +159,8 @@ def check(
         rows = [(keys[:kept], values[:kept]) for keys, values in prompt.rows]
         admit = jax.jit(plugin.admit, static_argnums=1, donate_argnums=0)
         state = admit(plugin.init(cfg), cfg, 0, rows, [keys[:kept] for keys in prompt.keys])
-        feed, logits, total = feeder(model, fitted, cfg), [], 0
+        feed, total = feeder(model, fitted, cfg), 0
+        logits: list[np.ndarray] = []
         for start in range(kept, len(tokens), QUERIES):
             state, told = feed(state, jnp.asarray(tokens[None, start : start + QUERIES]))
             logits.append(np.asarray(told[0]))
@@ -165,7 +169,8 @@ def check(
     first = found[Policy.RESIDENT.value]
     return {
         "count": count,
-        "tokens": last,
+        "text": len(tokens),
+        "decoded": last,
         "queries": QUERIES,
         "hot_rows": 2 * count,
         "fetched_records": fetched,

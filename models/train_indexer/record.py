@@ -1,6 +1,7 @@
 """What a fit leaves behind: the indexers, the state to go on from, and the record."""
 
 import dataclasses
+import json
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,20 +95,13 @@ def resume_run(
         return list(fresh), record
     old = read_json(out / _RECORD)
     for name in ("config", "model", "digest"):
-        if old.get(name) != _plain(getattr(record, name)):
+        if old.get(name) != json.loads(json.dumps(getattr(record, name))):  # lists for tuples
             raise UserError(f"{out} holds a run with another {name}; choose another folder")
     flat = restore_weights(_state_folder(out, old["saves"]), _flat(fresh))
     leaves = [jnp.asarray(flat[name], leaf.dtype) for name, leaf in _flat(fresh).items()]
     states = jax.tree.unflatten(jax.tree.structure(list(fresh)), leaves)
     kept = ("steps", "curve", "left_out", "seconds", "saves")
     return states, dataclasses.replace(record, **{name: old[name] for name in kept})
-
-
-def _plain(value: object) -> object:
-    """A value as JSON gives it back: lists for tuples."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
 def _state_folder(out: Path, saves: int) -> Path:

@@ -42,23 +42,26 @@ def fed(policy, top_k=TOP_K):
     return np.concatenate(logits), fetched
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize(
+    "policy", [Policy.FIXED, pytest.param(Policy.ADAPTIVE, marks=pytest.mark.slow)]
+)
 def test_policies_agree_bit_by_bit(policy):
     logits, fetched = fed(policy)
     np.testing.assert_array_equal(logits, fed(Policy.RESIDENT)[0])
-    assert (fetched > 0) == (policy is not Policy.RESIDENT)
+    assert fetched > 0
+    assert fed(Policy.RESIDENT)[1] == 0
 
 
 def test_logits_are_those_of_masked_attention():
     hidden = read_prompt(model(), indexers(), tokens(), TOP_K).hidden
-    logits, _ = fed(Policy.ADAPTIVE)
+    logits, _ = fed(Policy.FIXED)
     np.testing.assert_allclose(logits, model().logits(hidden[PROMPT:]), rtol=0, atol=1e-4)
 
 
 def test_to_select_everything_is_to_be_dense():
     seen = causal(len(tokens()))
     dense = model().logits(run_layers(model(), tokens(), lambda view: seen))[PROMPT:]
-    logits, _ = fed(Policy.FIXED, len(tokens()))
+    logits, _ = fed(Policy.RESIDENT, len(tokens()))
     np.testing.assert_allclose(logits, dense, rtol=0, atol=1e-4)
     assert np.abs(fed(Policy.FIXED)[0] - dense).max() > 0.1  # and to select less is not
 
