@@ -33,8 +33,8 @@ from dhisparse_jax.models.train_indexer.texts import load_texts
 
 Figures = dict[str, Any]
 
-QUERIES = 8
-"""Tokens of a decode step in the check."""
+CHECKED, DECODED, QUERIES = 2048, 128, 8
+"""Of the check: tokens of its text, how many of them go in decode steps, and tokens of a step."""
 
 
 def main(
@@ -44,8 +44,6 @@ def main(
     texts: Annotated[str, typer.Option(help="Left-out texts, by name; all: every one.")] = "all",
     length: Annotated[int | None, typer.Option(help="Tokens of a text; None: all context.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the model's products.")] = "float32",
-    check_length: Annotated[int, typer.Option(help="Tokens of the check's text.")] = 2048,
-    checked: Annotated[int, typer.Option(help="Last of them, in decode steps.")] = 128,
     json: Annotated[Path | None, typer.Option(help="Where to write; gone on with if there.")] = (
         RESULTS / "cpu" / "dense_model.json"
     ),
@@ -74,9 +72,7 @@ def main(
             _measure(model, fitted, left_out[name], figures.setdefault(name, {}), mode, count)
             save(document, json)
     document["mean"] = means(figures)
-    document["hierarchy"] = check(
-        model, fitted, left_out[names[0]][:check_length], min(sizes), checked
-    )
+    document["hierarchy"] = check(model, fitted, left_out[names[0]][:CHECKED], min(sizes), DECODED)
     Console(stderr=True).print(_table(document["mean"]))
     write(document, json)
 
