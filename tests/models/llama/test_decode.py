@@ -58,6 +58,7 @@ def test_logits_are_those_of_masked_attention():
     np.testing.assert_allclose(logits, model().logits(hidden[PROMPT:]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow  # tests/models/train_indexer/test_fit.py has it for masked attention
 def test_to_select_everything_is_to_be_dense():
     seen = causal(len(tokens()))
     dense = model().logits(run_layers(model(), tokens(), lambda view: seen))[PROMPT:]
