@@ -8,6 +8,7 @@ every policy, whose logits must be the same bit for bit, and those of the masked
 rounding.
 """
 
+import hashlib
 import math
 import time
 from json import loads as parse
@@ -28,6 +29,7 @@ from dhisparse_jax.models.llama.decode import feeder, geometry, read_prompt
 from dhisparse_jax.models.llama.indexers import BUNDLED, FittedIndexers, load_indexers
 from dhisparse_jax.models.llama.load import load_gguf, packaged
 from dhisparse_jax.models.llama.model import LlamaModel
+from dhisparse_jax.models.params import flatten, params_of
 from dhisparse_jax.models.train_indexer.evaluate import SINKS, Mode, look_for, text_losses
 from dhisparse_jax.models.train_indexer.texts import load_texts
 
@@ -49,30 +51,36 @@ def main(
     ),
 ) -> None:
     """Measure a model with its indexers on left-out texts."""
-    loaded = load_gguf(gguf or packaged("smollm2"), dtype)
+    path = gguf or packaged("smollm2")
+    loaded = load_gguf(path, dtype)
     model, fitted = loaded.model, load_indexers(indexers, loaded.model.config)
     size = length or model.config.context
-    left_out = load_texts(loaded.words, count=0, length=size, seed=0).left_out
+    _, left_out, sources = load_texts(loaded.words, count=0, length=size, seed=0)
     names = list(left_out) if texts == "all" else texts.split(",")
     if unknown := [name for name in names if name not in left_out]:
         raise UserError(
             f"no left-out text {unknown[0]!r} of {size} tokens; there are {[*left_out]}"
         )
     sizes = [int(count) for count in counts.split(",")]
-    document: Figures = {
-        "bench": "dense_model",
-        **environment(),
+    settings = {
+        "model": path.name,
+        "indexers": _digest(fitted),
+        "sources": sources,
         "length": size,
         "dtype": dtype,
         "sinks": SINKS,
     }
-    document["texts"] = figures = _before(json, document)
+    before = _before(json, settings)
+    figures: Figures = before.get("texts", {})
+    document: Figures = {"bench": "dense_model", **environment(), **settings, "texts": figures}
     for name in names:
         for mode, count in _cells(sizes):
             _measure(model, fitted, left_out[name], figures.setdefault(name, {}), mode, count)
             save(document, json)
     document["mean"] = means(figures)
-    document["hierarchy"] = check(model, fitted, left_out[names[0]][:CHECKED], min(sizes), DECODED)
+    document["hierarchy"] = before.get("hierarchy") or check(
+        model, fitted, left_out[names[0]][:CHECKED], min(sizes), DECODED
+    )
     Console(stderr=True).print(_table(document["mean"]))
     write(document, json)
 
@@ -84,13 +92,18 @@ def _cells(counts: list[int]) -> list[tuple[Mode, int]]:
     return [("dense", 0), *sparse]
 
 
-def _before(json: Path | None, document: Figures) -> Figures:
-    """Texts that an earlier run with the same settings has measured."""
+def _digest(fitted: FittedIndexers) -> str:
+    """SHA-256 of the weights of indexers."""
+    weights = sorted(flatten(params_of(fitted)).items())
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for _, x in weights)).hexdigest()
+
+
+def _before(json: Path | None, settings: Figures) -> Figures:
+    """What an earlier run with the same settings has written."""
     if json is None or not json.is_file():
         return {}
     old = parse(json.read_text())
-    same = all(old.get(name) == document[name] for name in ("length", "dtype", "sinks"))
-    return old["texts"] if same else {}
+    return old if all(old.get(name) == each for name, each in settings.items()) else {}
 
 
 def _measure(
