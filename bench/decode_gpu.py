@@ -32,9 +32,8 @@ from dhisparse_jax.models.glm.memory import Account
 
 CELLS = ("resident", "fixed", "adaptive", "fixed_dflash2", "adaptive_dflash2")
 
-FLAGS = ("--xla_disable_hlo_passes=rematerialization", "--xla_gpu_enable_command_buffer=")
-"""Weights fill the memory, which makes XLA compute things twice to save what is left. And in a
-recorded graph, a profile does not say whose kernel it is."""
+FLAG = "--xla_disable_hlo_passes=rematerialization"
+"""Weights fill the memory, which makes XLA compute things twice to save what is left."""
 
 HOST_SHARE = 0.8
 """Of the limit of pinned memory: its allocator doubles, and loses what it splits."""
@@ -115,9 +114,7 @@ def _prepare(host_gb: int) -> None:
     """Settings that JAX reads when it starts; what is set already stays."""
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gb))
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    flags = os.environ.get("XLA_FLAGS", "")
-    missing = (flag for flag in FLAGS if flag not in flags)
-    os.environ["XLA_FLAGS"] = " ".join((flags, *missing)).strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 
 
 def _label(each: Planned) -> str:

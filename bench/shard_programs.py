@@ -119,7 +119,9 @@ def group(  # noqa: PLR0913  # what jit binds, and what it is called with
 
 def _rows(state: HierarchyState) -> dict[str, Any]:
     """What the group of a pool writes, by rows of pools."""
-    return {name: getattr(state, name) for name in ("benefit", "counts", "selection")}
+    return {
+        name: getattr(state, name) for name in ("benefit", "counts", "hot_records", "selection")
+    }
 
 
 def _with_rows(state: HierarchyState, change: Callable[[Array], Array]) -> HierarchyState:

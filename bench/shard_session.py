@@ -154,11 +154,12 @@ class Session:
         Of one load at a time: compilers time kernels, which those of another load would disturb.
         """
         made: dict[Cell, Program] = {}
-        unique = {each.cell: each.setup for each in self._cells if each.load == load}
+        loads = {each.cell: each.load for each in reversed(self._cells)}  # where it comes first
+        unique = {each.cell: each.setup for each in self._cells if loads[each.cell] == load}
         with (
             self._timed(f"programs for {load}"),
             ThreadPoolExecutor(self._jobs) as compilers,
-            ThreadPoolExecutor(len(unique)) as pool,
+            ThreadPoolExecutor(max(1, len(unique))) as pool,
         ):
             compiling = {
                 cell: pool.submit(compile_step, setup, cell, compilers)

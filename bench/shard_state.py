@@ -215,7 +215,9 @@ def _rest(cfg: HierarchyConfig, name: str, leaf: jax.ShapeDtypeStruct, history: 
     if name == "host_page_of":
         number = np.arange(cfg.requests * cfg.row_pages, dtype=np.int32)
         return (number % cfg.host_page_count).reshape(leaf.shape)
-    full = {"length": history, "active": True, "budget": cfg.share_pages(0), **FILL}
+    newest = min(max(history + cfg.fresh(0) - cfg.tail, 0), cfg.hot_slots(0))
+    held = {"budget": cfg.share_pages(0), "hot_records": newest}
+    full = {"length": history, "active": True, **held, **FILL}
     return jnp.full(leaf.shape, full.get(name, 0), leaf.dtype)
 
 

@@ -7,13 +7,13 @@ budget and the draft length of the recorded run, the fetched rows are those of t
 """
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from bench.record import environment, write
 from bench.replay import Play, as_recorded, calibrated, replay, with_draft
@@ -24,11 +24,11 @@ from dhisparse_jax.errors import UserError
 
 CALIBRATED = "calibrated"
 
-HEADINGS = (
-    "policy", "budget", "draft", "steps", "tokens",
-    "selected", "fetched", "share", "/ token", "moves",
-)  # fmt: skip
-"""Of `figures`, in its order, short enough for a terminal of 80 columns."""
+COLUMNS = {
+    "policy": 8, "budget": 6, "draft": 5, "steps": 6, "tokens": 6,
+    "selected": 9, "fetched": 9, "share": 7, "/ token": 7, "moves": 5,
+}  # fmt: skip
+"""Heading and width of each of `figures`, in its order: less than 80 characters together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +110,10 @@ def figures(cfg: HierarchyConfig, record: StepRecord) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """A line per policy and budget."""
-    shown = Table(*HEADINGS, title=title, box=None, padding=(0, 1, 0, 0))
-    for row in rows:
-        shown.add_row(*(f"{x:.3g}" if isinstance(x, float) else f"{x}" for x in row.values()))
-    return shown
+def line(values: Iterable[object]) -> str:
+    """What is shown of one replay, under the headings."""
+    shown = (f"{x:.3g}" if isinstance(x, float) else f"{x}" for x in values)
+    return " ".join(f"{x:>{width}}" for x, width in zip(shown, COLUMNS.values(), strict=True))
 
 
 def main(  # noqa: PLR0913  # one parameter an option
@@ -148,14 +146,15 @@ def main(  # noqa: PLR0913  # one parameter an option
     try:
         sizes = Calibrated(k=k, history=history, steps=steps, requests=requests)
         cfg, play = source(trace, sizes, draft_length, accept_length)
+        typer.echo(line(COLUMNS), err=True)
         for each in policy or [cfg.policy]:
             for hot_rows in budget or [cfg.hot_rows]:
                 mine = dataclasses.replace(cfg, policy=each, hot_rows=hot_rows)
                 rows.append(figures(mine, replay(mine, play)))
+                typer.echo(line(rows[-1].values()), err=True)  # the next one may take minutes
     except UserError as error:
         console.print(f"error: {error}", style="red", highlight=False)
         raise typer.Exit(2) from None
-    console.print(table(rows, trace))
     write({"bench": "simulate", **environment(), "trace": trace, "rows": rows}, json)
 
 

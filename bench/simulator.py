@@ -277,7 +277,8 @@ def _plan(
     result, after = plan_op(wanted, few, page_slots=cfg.page_slots)
     after = after._replace(slot_of=tables.slot_of.at[:rows].set(after.slot_of))
     result = PlanResult(
-        *(_rows(leaf, cfg.requests, NO_SLOT) for leaf in result[:-1]),
+        *(_rows(leaf, cfg.requests, NO_SLOT) for leaf in result[:-2]),
+        held=_rows(result.held, cfg.requests, 0),
         counts=PlanCounts(*(_rows(leaf, cfg.requests, 0) for leaf in result.counts)),
     )
     return finish_plan(state, cfg, pool, result, after)

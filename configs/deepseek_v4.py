@@ -26,19 +26,33 @@ class V4Sizes:
     """Sizes and constants that all models since DeepSeek-V4 have.
 
     Attributes:
+        vocab_size: Tokens that there are.
         context: Longest sequence the model was made for, in positions.
+        hidden_size: Width of the residual stream.
+        num_heads: Heads of the queries.
         head_dim: Width of a head, and of the one key that is the value too.
         rope_dim: Rotated channels, the last ones of every head.
+        q_lora_rank: Width of the latent that queries are made of.
         output_groups: Groups of heads that the first output matrix maps by themselves.
         output_lora_rank: Width of each of them after it.
         window: Newest positions that every query attends to, its own included.
+        index_heads: Heads of the indexer.
+        index_dim: Width of an index key, and of a head of the indexer.
         index_top_k: Entries that a query selects.
+        num_experts: Routed experts of a layer.
+        experts_per_token: Of them, those that a token goes through.
+        expert_intermediate_size: Width inside an expert.
+        routed_scale: Factor on the sum of the routed experts.
         swiglu_limit: Bound on what goes into an expert's activation.
         rope_theta: Base of the rotary frequencies in layers that attend to their window alone.
         compress_theta: The same in the others.
         yarn: How positions are stretched in those.
         streams: Copies of the residual stream (mHC).
         sinkhorn_steps: Alternations that make the mixing of the streams doubly stochastic.
+        hc_eps: Epsilon of the mixing of the streams.
+        norm_eps: Epsilon of the norms.
+        bos_id: Token that a text begins with; None: there is none.
+        eos_ids: Tokens that end a text.
         param_dtype: Dtype that the weights are stored in.
         expert_format: Format of routed experts that stay quantised (`configs.quantised`).
         kv_format: Format of the rows and entries that are kept of every layer (`configs.formats`).

@@ -42,6 +42,8 @@ class V41Config(V4Sizes):
         engram_vocab: Ids of the tokens after those that spell the same word are made one.
         engram_pad_id: Token that stands before a text.
         table_format: Format of these tables, if they stay quantised (`configs.quantised`).
+        row_formats: Formats that its history can have.
+        rotates_keys: Whether index keys in fp8 are multiplied by the Hadamard matrix.
 
     Raises:
         UserError: A size that no model of the family can have.

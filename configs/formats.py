@@ -48,7 +48,9 @@ def check_history_formats(
         ("index_format", keys, key_formats),
     ):
         if value not in known:
-            raise UserError(f"{name} is {value!r}; use one of {', '.join(known)}")
+            other = ", for which other models were trained" if value in HISTORY_FORMATS else ""
+            named = ", ".join(known[1:])
+            raise UserError(f"{name} is {value!r}{other}; leave it out, or use one of {named}")
     if rotated and keys in (FP8, FP4) and index_dim & (index_dim - 1):
         raise UserError(
             f"index_format is {keys!r}, whose Hadamard matrix needs a power of two as index_dim, "

@@ -15,7 +15,10 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.mesh import ONE_DEVICE, MeshShape
 
 IndexerType = Literal["full", "shared"]
+"""Whether a layer has an indexer, or takes the selection of the last one that has."""
+
 RopeStyle = Literal["interleaved", "half-split"]
+"""Whether neighbours, or channels of both halves, are rotated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +26,40 @@ class GlmConfig:
     """Sizes and constants of one model.
 
     Attributes:
+        vocab_size: Tokens that there are.
         context: Longest sequence the model was made for, in positions.
+        num_layers: Layers.
+        hidden_size: Width of the residual stream.
+        num_heads: Heads of the queries.
+        q_lora_rank: Width of the latent that queries are made of.
+        kv_lora_rank: Width of the latent that a row holds.
+        qk_nope_dim: Channels of a head that are not rotated.
+        qk_rope_dim: Rotated channels of a head.
+        v_dim: Width of a value head.
         num_dense_layers: Leading layers with a plain MLP instead of experts.
+        dense_intermediate_size: Width inside a plain MLP.
+        num_experts: Routed experts of a layer.
+        experts_per_token: Of them, those that a token goes through.
+        expert_intermediate_size: Width inside an expert.
+        num_shared_experts: Experts that every token goes through.
+        num_expert_groups: Groups of the router.
         kept_expert_groups: Router groups that may be chosen from, out of `num_expert_groups`.
+        normalise_routing: Whether the weights of the chosen experts sum to one.
         routed_scale: Factor on the sum of the routed experts.
+        index_heads: Heads of the indexer.
+        index_dim: Width of an index key, and of a head of the indexer.
         index_top_k: Rows that a query attends to.
         indexer_types: Per layer, "full" (has an indexer) or "shared" (takes the selection of the
             nearest preceding full layer).
         index_rope_style: Which channels of an index head form a rotated pair.
+        rope_theta: Base of the rotary frequencies.
         yarn: How the rotary positions of attention and indexer are stretched.
+        norm_eps: Epsilon of the norms.
         latent_norm_eps: Epsilon of the two latent norms. Transformers uses 1e-6 here whatever
             `norm_eps` is; serving systems use `norm_eps`.
+        index_norm_eps: Epsilon of the norm of index keys.
+        bos_id: Token that a text begins with; None: there is none.
+        eos_ids: Tokens that end a text.
         param_dtype: Dtype that the weights are stored in.
         expert_format: Format of routed experts that stay quantised (`configs.quantised`).
         kv_format: Format of the rows that are kept of every layer (`configs.formats`).

@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """What a machine does: bytes per second of its memory and of its link, and flops per second."""
+    """What a machine does: bytes per second of its memory and of its link, and flops per second.
+
+    Attributes:
+        hbm: bytes per second of its memory.
+        link: bytes per second from host memory.
+        flops: per second.
+    """
 
     hbm: float
     link: float

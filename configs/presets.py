@@ -174,3 +174,4 @@ PRESETS: dict[str, GlmConfig | V4Config | V41Config] = {
     "deepseek-v4-pro": DEEPSEEK_V4_PRO,
     "deepseek-v4.1-flash": DEEPSEEK_V4_1_FLASH,
 }
+"""All presets, by their names."""

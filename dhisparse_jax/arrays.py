@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-# Orbax fills data files up to about this size; small enough for hosts that limit file sizes.
 DATA_FILE_BYTES = 4 * 2**20
+"""Orbax fills data files up to about this size; small enough for hosts that limit file sizes."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each array, by its name."""
 
 Place = Callable[[str, tuple[int, ...]], Sharding]
 """Where an array goes, from its name and shape."""

@@ -10,13 +10,20 @@ from pallas_kernels.common.record_layout import RecordLayout, record_layout
 from pallas_kernels.common.rows import WORD_BYTES
 
 MAX_PAGE_SLOTS = 16
+"""Most slots of a page: few enough that a page is soon given away, and soon full."""
 
 GHOST_PAGES = 4
 """Pages' worth of evictions that adaptive residency remembers of every request and pool."""
 
 
 class Policy(StrEnum):
-    """How budgets are set; everything else is the same code."""
+    """How budgets are set; everything else is the same code.
+
+    Attributes:
+        RESIDENT: every record has a slot.
+        FIXED: every request has the same slots at every load.
+        ADAPTIVE: slots go to the requests and pools where they save most fetches.
+    """
 
     RESIDENT = "resident"
     FIXED = "fixed"
@@ -46,6 +53,30 @@ class HierarchyConfig:
             take that use their whole capacity.
         record_layout: how records lie in memory; by default as the platform wants them.
         record_selections: keep what a step selects, so that it can be recorded.
+
+    Examples:
+        GLM-5.3's 78 layers in bfloat16, for four requests of 100,000 tokens:
+
+        >>> from dhisparse_jax import Geometry, HierarchyConfig, Policy, RowFormat
+        >>> geometry = Geometry(
+        ...     row=RowFormat.mla(512, 64, "bfloat16"),
+        ...     layers_per_pool=(1, 1, *19 * (4,)),
+        ...     top_k=2048,
+        ...     scale=256**-0.5,
+        ... )
+        >>> sum(geometry.layers_per_pool), geometry.pools
+        (78, 21)
+        >>> cfg = HierarchyConfig(
+        ...     geometry=geometry,
+        ...     policy=Policy.ADAPTIVE,
+        ...     requests=4,
+        ...     capacity=100_000,
+        ...     hot_rows=8192,
+        ... )
+        >>> cfg.record_bytes(0), cfg.record_bytes(2)  # one row, and those of four layers
+        (1152, 4608)
+        >>> cfg.page_slots
+        16
     """
 
     geometry: Geometry

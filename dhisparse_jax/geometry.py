@@ -60,6 +60,8 @@ class RowFormat:
             return
         if self.dtype not in ROW_DTYPES:
             raise UserError(f"rows of {self.dtype!r}; there are {', '.join(ROW_DTYPES)}, and fp8")
+        if self.parts < 1:
+            raise UserError(f"rows of {self.parts} heads; at least 1 has a key and a value")
         size = self.width // self.parts * jnp.dtype(self.dtype).itemsize
         if self.width % self.parts or self.width < 1 or size % WORD_BYTES:
             raise UserError(
@@ -108,12 +110,9 @@ class RowFormat:
             rest: numbers after them.
             power_scales: whether scales are powers of two.
         """
+        group = math.gcd(latent, MOST_SCALED)
         scaled = ScaledRow(
-            quantised=latent,
-            group=math.gcd(latent, MOST_SCALED),
-            scale="float32",
-            rest=rest,
-            power_scales=power_scales,
+            quantised=latent, group=group, scale="float32", rest=rest, power_scales=power_scales
         )
         return cls(width=latent + rest, value_width=latent, dtype=scaled)
 

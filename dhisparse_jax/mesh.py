@@ -130,3 +130,4 @@ class MeshShape:
 
 
 ONE_DEVICE = MeshShape()
+"""No mesh: everything on one device."""

@@ -7,7 +7,10 @@ from typing import ParamSpec, TypeVar
 import jax
 
 Inputs = ParamSpec("Inputs")
+"""A function's parameters, which stay what they are."""
+
 Output = TypeVar("Output")
+"""What it returns."""
 
 
 def full_precision(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:

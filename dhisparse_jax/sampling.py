@@ -84,7 +84,13 @@ def sampler_row(sampling: Sampling, number: int) -> Sampler:
 
 
 class Purpose(enum.IntEnum):
-    """What a random draw at a position is for; draws of different purposes are independent."""
+    """What a random draw at a position is for; draws of different purposes are independent.
+
+    Attributes:
+        CHOOSE: the token itself, or the one after the accepted proposals.
+        PROPOSE: a token that a draft proposes.
+        ACCEPT: whether a proposal stands.
+    """
 
     CHOOSE = 0
     PROPOSE = 1
@@ -134,6 +140,19 @@ def choose(
         logits: float32.
         sampler: how each row chooses.
         position: int32 position of the token that is chosen.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from dhisparse_jax.sampling import Sampling, choose, greedy, sampler_row
+        >>> logits = jnp.array([[0.0, 2.0, 1.0, 2.0]])
+        >>> choose(logits, greedy(1), jnp.array([7]))
+        Array([1], dtype=int32)
+
+        A seed, a request's number and a position have one draw, whatever runs beside it:
+
+        >>> sampler = sampler_row(Sampling(temperature=0.7, top_k=2, seed=1), number=0)
+        >>> choose(logits, sampler, jnp.array([7])).tolist() in ([1], [3])
+        True
     """
     sampled = sampler.temperature > 0.0
     best = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)

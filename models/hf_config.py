@@ -8,7 +8,7 @@ from typing import Any
 
 from dhisparse_jax.configs.glm import GlmConfig, config_from_values, derive_indexer_types
 from dhisparse_jax.configs.rope import Yarn
-from dhisparse_jax.errors import UserError
+from dhisparse_jax.errors import UserError, renamed
 from dhisparse_jax.models.text import few
 
 GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
@@ -93,6 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@renamed(_SIZES)
 def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
     """The sizes in a published configuration.
 

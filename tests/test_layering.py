@@ -6,25 +6,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-# Folder -> the package that it installs as.
-PACKAGES = {
-    "dhisparse_jax": "dhisparse_jax",
-    "models": "dhisparse_jax.models",
-    "configs": "dhisparse_jax.configs",
-    "pallas_kernels": "pallas_kernels",
-}
+from tests.support.sources import PACKAGES, ROOT, installed_name, sources
+
 MAX_FUNCTION_LINES = 60
 MAX_MODULE_LINES = 300
 MAX_KERNEL_LINES = 500
-
-
-def sources(*folders: str) -> list[Path]:
-    """Modules under the folders, as paths from the root."""
-    return sorted(
-        path.relative_to(ROOT) for name in folders for path in (ROOT / name).rglob("*.py")
-    )
-
 
 ALL = sources(*PACKAGES, "bench")
 
@@ -86,9 +72,5 @@ def test_functions_are_short(path: Path):
 def test_every_package_is_installed():
     """pyproject.toml lists packages by hand, since two folders install under other names."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    folders = {
-        ".".join([PACKAGES[path.parts[0]], *path.parent.parts[1:]])
-        for path in sources(*PACKAGES)
-        if path.name == "__init__.py"
-    }
+    folders = {installed_name(path) for path in sources(*PACKAGES) if path.name == "__init__.py"}
     assert set(config["tool"]["setuptools"]["packages"]) == folders

@@ -9,6 +9,7 @@ PROMISES = {
     "E2": "greedy tokens with speculation are those without it",
     "E3": "sampled tokens have the model's distribution",
 }
+"""What each level promises, by its name."""
 
 
 @dataclasses.dataclass(frozen=True)

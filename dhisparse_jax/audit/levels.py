@@ -25,7 +25,10 @@ EXACT = "float32"
 """History in which prefill and decode agree but for the rounding of sums, and E2 is promised."""
 
 FAR = "logits are not those of a prefill of the whole text"
+"""What is said where they differ by more."""
+
 LARGEST = "largest difference from a prefill of the whole text"
+"""What the largest of these differences is called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,14 @@ class Subjects:
 
 
 class Levels(NamedTuple):
-    """What is found of each promise."""
+    """What is found of each promise.
+
+    Attributes:
+        e0: what is found of E0.
+        e1: what is found of E1.
+        e2: what is found of E2.
+        e3: what is found of E3.
+    """
 
     e0: Level
     e1: Level
@@ -58,6 +68,7 @@ class Levels(NamedTuple):
 
 
 Check = Callable[[], None]
+"""Adds to what is found of one promise."""
 
 
 def written_texts(plain: Engine, requests: Sequence[Request], check: Check) -> list[Text]:

@@ -25,7 +25,12 @@ Host = Any
 
 
 class Sizes(NamedTuple):
-    """Sizes of the hierarchy under the policy, and under `resident`."""
+    """Sizes of the hierarchy under the policy, and under `resident`.
+
+    Attributes:
+        audited: those under the policy.
+        resident: those under `resident`.
+    """
 
     audited: HierarchyConfig
     resident: HierarchyConfig

@@ -13,6 +13,7 @@ OFFSETS, CHANCES = (0, 1, 2), (0.7, 0.2, 0.1)
 """Candidates beside the guess, and what each has of q where tokens are sampled."""
 
 ERRS = 4
+"""One guess in so many is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dhisparse_jax.speculation import accept as rules
 from dhisparse_jax.speculation.protocol import DraftState, Proposal
 
 Bounds = tuple[Float[Array, " n"], Float[Array, " n"]]
+"""Lower and upper ends of intervals."""
 
 MOST_OFF = 1e-5
 """That an enumerated probability may differ from the model's: float32 sums of a vocabulary."""
@@ -41,6 +42,7 @@ LEAST_EXPECTED = 5.0
 """Counts below it are put together."""
 
 BISECTIONS = 26
+"""Halvings of the interval that holds a chance."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """`dhisparse audit`: do the promises E0 to E3 hold on this machine, with this model?"""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ def work(options: AuditOptions, prompts: Sequence[Prompt], output: OutputFile | 
     begin = time.monotonic()
     levels = Levels.empty()
     stopped: BaseException | None = None
-    with interrupts() as check:
+    with interrupts() as check_interrupt, progress(levels, check_interrupt) as check:
         loaded, requests = prepare(options, prompts)
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
         try:
@@ -127,6 +128,44 @@ def work(options: AuditOptions, prompts: Sequence[Prompt], output: OutputFile | 
     if stopped is not None:
         raise stopped
     return levels
+
+
+@contextlib.contextmanager
+def progress(
+    levels: "Levels", check: Callable[[], None]
+) -> Generator[Callable[[], None], None, None]:
+    """Say on standard error how far it is: live on a terminal, elsewhere a line a stage.
+
+    Args:
+        levels: what is found so far.
+        check: called between steps; may raise.
+
+    Yields:
+        What to call in its place.
+    """
+    err, said = Console(stderr=True), set[str]()
+    status = err.status("loading")
+
+    def look() -> None:
+        name, count = stage(levels)
+        if err.is_terminal:
+            status.update(f"{name}: {count:,}" if count else name)
+        elif name not in said:
+            said.add(name)
+            err.print(name, highlight=False, soft_wrap=True)
+        check()
+
+    with status if err.is_terminal else contextlib.nullcontext():
+        yield look
+
+
+def stage(levels: "Levels") -> tuple[str, int]:
+    """What is being done, and how much of it is."""
+    if compared := levels.e1.counts["tokens"]:
+        return "E0, E1, E3: tokens read under the policy and under resident", compared
+    if steps := levels.e0.counts["steps of the engine"]:
+        return "E2: steps with a draft", steps
+    return "continuing the texts without a draft", 0
 
 
 def prepare(

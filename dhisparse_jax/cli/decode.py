@@ -137,6 +137,8 @@ def work(
         loading = err.status(f"loading {options.model}")
         with loading if err.is_terminal else contextlib.nullcontext():
             loaded, requests, engine = prepare(options, prompts)
+        if line := cut_short(loaded, requests, options.max_new_tokens):
+            err.print(line, highlight=False, markup=False, soft_wrap=True)
         check_interrupt()
         setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
         record = RunRecord.of(requests)
@@ -220,6 +222,18 @@ def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) 
             seed=sampling.seed,
         ),
         stop=loaded.eos,
+    )
+
+
+def cut_short(loaded: "LoadedModel", requests: Sequence["Request"], new_tokens: int) -> str:
+    """A line if the context ends texts before they have all their new tokens, else nothing."""
+    room = [loaded.context - len(request.prompt) for request in requests]
+    if not (cut := [left for left in room if left < new_tokens]):
+        return ""
+    fit = " to ".join(f"{left:,}" for left in sorted({min(cut), max(cut)}))
+    return (
+        f"texts that end early: {len(cut)} of {len(room)}, after {fit} of {new_tokens:,} new "
+        f"tokens; {loaded.name} has a context of {loaded.context:,}, prompt included"
     )
 
 

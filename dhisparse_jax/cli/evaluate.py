@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, read_prompts
 from dhisparse_jax.cli.report import json_line
 
@@ -77,20 +85,31 @@ def evaluate(
     """
     formats = fmt.FormatOptions(kv_format, index_format)
     hierarchy = opt.HierarchyOptions(policy, hot_rows, batch=1)
-    run(read_prompts(files), model, dtype, formats, hierarchy)
+    prompts = read_prompts(files)
+    with interrupts() as check:
+        from dhisparse_jax.cli.session import load_model
+
+        loaded = load_model(model, dtype, formats)
+        scores = run(prompts, loaded, hierarchy, check)
+    typer.echo(json_line(document(scores)))
 
 
 def run(
     prompts: Sequence[Prompt],
-    model: str,
-    dtype: opt.DtypeName,
-    formats: fmt.FormatOptions,
+    loaded: "LoadedModel",
     hierarchy: opt.HierarchyOptions,
-) -> None:
-    """Score the files one after the other, print a line for each, then the JSON object."""
-    from dhisparse_jax.cli.session import encode, load_model, make_engine
+    check: Callable[[], None],
+) -> list[FileScore]:
+    """Score the files one after the other, and print a line for each.
 
-    loaded = load_model(model, dtype, formats)
+    Args:
+        prompts: the files.
+        loaded: the model.
+        hierarchy: policy and sizes.
+        check: called between steps; raises KeyboardInterrupt if the run is to stop.
+    """
+    from dhisparse_jax.cli.session import encode, make_engine
+
     encoded = [encode(loaded, prompt) for prompt in prompts]
     longest = window_length(loaded.context)
     engine = make_engine(
@@ -103,11 +122,18 @@ def run(
     scores = []
     for prompt, tokens in zip(prompts, encoded, strict=True):
         with make_progress() as progress:
-            advance = partial(progress.advance, progress.add_task(prompt.name, total=len(tokens)))
+            task = progress.add_task(prompt.name, total=len(tokens))
+            advance = partial(advanced, progress, task, check)
             bits = file_bits(engine, loaded, tokens, longest, advance)
         scores.append(FileScore(prompt.name, len(prompt.data), bits))
         typer.echo(f"{scores[-1].bits_per_byte:8.4f} bits per byte  {prompt.name}")
-    typer.echo(json_line(document(scores)))
+    return scores
+
+
+def advanced(progress: Progress, task: TaskID, check: Callable[[], None], count: int) -> None:
+    """Show that so many more tokens are done, and look whether to stop."""
+    progress.advance(task, count)
+    check()
 
 
 def window_length(context: int) -> int:
@@ -129,7 +155,7 @@ def file_bits(
         loaded: the model, for its tokenizer and vocabulary.
         tokens: the file's, one or more.
         longest: tokens of a window.
-        advance: told how many more tokens are done.
+        advance: told how many more tokens are done, after every step; may raise.
     """
     # A token without text only starts the file: nothing has to predict it.
     bits = 0.0 if not loaded.tokenizer.decode(tokens[:1]) else math.log2(loaded.model.vocabulary)
@@ -152,6 +178,7 @@ def window_bits(
     inputs = tokens[window.start : window.end]
     for event in teacher_force(engine, inputs, window.first - window.start):
         if not isinstance(event, np.ndarray):
+            advance(0)
             continue
         # Logits after token i are about token i + 1.
         low = max(position + 1, window.first)

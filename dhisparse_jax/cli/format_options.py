@@ -25,6 +25,11 @@ class FormatOptions:
     rows: FormatName | None = None
     keys: FormatName | None = None
 
+    def names(self) -> dict[str, str]:
+        """The options that were given, by what the library calls them."""
+        given = {"kv_format": self.rows, "index_format": self.keys}
+        return {name: f"--{name.replace('_', '-')}" for name, value in given.items() if value}
+
 
 KvFormat = Annotated[
     FormatName | None,

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Generator[None, None, None]:
-    """Take SIGTERM as Ctrl-C, so that it too keeps what was generated and leaves no litter."""
+    """Take SIGTERM as Ctrl-C, also where a command has no steps to end between."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -123,8 +123,14 @@ def terminated_as_interrupted() -> Generator[None, None, None]:
 def machine_message(error: Exception) -> str | None:
     """What the machine lacks, and what to change; None where the program is at fault."""
     text = str(error)
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        return f"out of memory: {text or 'on the host'}; lower --hot-rows or --batch"
+    if isinstance(error, MemoryError):
+        what = f": {text}" * bool(text)
+        return f"out of memory on the host{what}; shorten the texts, lower --batch or --host-memory"
+    if "RESOURCE_EXHAUSTED" in text:
+        return (
+            f"out of memory: {text}; lower --batch, --hot-rows or --draft-length, shorten the "
+            "texts, or keep their history in --kv-format fp8"
+        )
     if text.startswith("Unable to initialize backend"):
         return text
     wanted = os.environ.get("JAX_PLATFORMS")

@@ -119,7 +119,8 @@ class OutputFile:
     """A file that appears whole or not at all.
 
     Made before the work starts, so that a path that cannot be written is found at once. What is
-    already at the path stays until `keep` replaces it.
+    already at the path stays until `keep` replaces it. Beside it lies a file of another name from
+    `open` to `keep`, and none before: a process that is killed while it works leaves nothing.
     """
 
     def __init__(self, path: Path, option: str = "--json") -> None:
@@ -133,18 +134,19 @@ class OutputFile:
         if not path.parent.is_dir():
             raise UserError(f"{option} {path}: there is no folder {path.parent}")
         # A link keeps being one. A device or pipe (/dev/stdout) cannot be replaced by a rename.
-        self._path = Path(os.path.realpath(path)) if not _is_special(path) else path
+        self._special = _is_special(path)
+        self._path = path if self._special else Path(os.path.realpath(path))
         self._temporary: Path | None = None
         self._option = option
         try:
-            if _is_special(path):
+            if self._special:
                 with path.open("a"):
                     return
-            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=self._path.parent)
+            with self.open():
+                pass
         except OSError as error:
             raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
-        os.close(handle)
-        self._temporary = Path(name)
+        self.discard()
 
     def write(self, document: dict[str, Any]) -> None:
         """Write `document` and put it in place.
@@ -162,7 +164,13 @@ class OutputFile:
 
     def open(self) -> BinaryIO:
         """What is to become the file, empty."""
-        return (self._temporary or self._path).open("wb")
+        if self._special:
+            return self._path.open("wb")
+        self.discard()
+        handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
+        os.close(handle)
+        self._temporary = Path(name)
+        return self._temporary.open("wb")
 
     def keep(self) -> None:
         """Put what was written in place."""

@@ -73,7 +73,8 @@ def serve(  # noqa: PLR0913  # one parameter an option
     """Replay a trace of requests against the engine.
 
     A line of the trace is a JSON object: arrival (seconds), prompt_file or prompt_tokens (a length:
-    library source is cut to it), output_tokens, and seed (0 where it is left out). While it runs, a
+    library source is cut to it), output_tokens (as many, also after an end-of-text id: the load is
+    the trace's, whatever the model writes), and seed (0 where it is left out). While it runs, a
     table shows a line a sample; at the end, another one the whole. Ctrl-C stops early and keeps
     what was measured.
     """
@@ -211,7 +212,7 @@ def make_request(
             f"never fit: {loaded.name} has a context of {loaded.context:,}; shorten them"
         )
     sampling = options.sampling
-    return Request(
+    return Request(  # without `stop`: what a trace is replayed for are its lengths
         name=line.where,
         prompt=tokens,
         max_new_tokens=line.output_tokens,

@@ -20,7 +20,7 @@ from dhisparse_jax.cli.options import (
 )
 from dhisparse_jax.cli.prompts import Prompt
 from dhisparse_jax.cli.report import NO_MESH, Setting
-from dhisparse_jax.errors import UserError
+from dhisparse_jax.errors import UserError, renamed
 from dhisparse_jax.mesh import MeshShape
 
 if TYPE_CHECKING:
@@ -60,14 +60,15 @@ def load_model(
     """
     from dhisparse_jax.models import registry
 
-    loaded = registry.load(
-        name,
-        dtype.value,
-        stored_experts=experts is ExpertsName.STORED,
-        kv_format=formats.rows and formats.rows.value,
-        index_format=formats.keys and formats.keys.value,
-        mesh=mesh,
-    )
+    with renamed(formats.names()):
+        loaded = registry.load(
+            name,
+            dtype.value,
+            stored_experts=experts is ExpertsName.STORED,
+            kv_format=formats.rows and formats.rows.value,
+            index_format=formats.keys and formats.keys.value,
+            mesh=mesh,
+        )
     count = len(loaded.unused) + (len(loaded.drafts) if draft != ATTACHED_DRAFT else 0)
     if count:
         typer.echo(f"{name}: {count} tensors are of parts of the model that are not used", err=True)

@@ -1,7 +1,7 @@
 """`dhisparse verify-hf`: does the product compute what the reference implementation computes?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import typer
 from dhisparse_jax.cli import checkpoint_options as own
 from dhisparse_jax.cli import format_options as fmt
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.report import json_line
 from dhisparse_jax.errors import UserError
 
@@ -81,11 +82,12 @@ def verify_hf(
     tokens = read_inputs(folder)
     reference = read_reference(folder, len(tokens))
     split = choose_split(split, len(tokens))
-    loaded = load_model(directory, formats=fmt.FormatOptions(kv_format, index_format))
-    check_vocabulary(loaded, tokens, reference)
     hierarchy = opt.HierarchyOptions(policy, hot_rows, 1)
-    engine = make_engine(loaded, hierarchy, requests=1, positions=len(tokens), queries=queries)
-    logits, fetched_rows = run(engine, tokens.tolist(), split)
+    with interrupts() as check:
+        loaded = load_model(directory, formats=fmt.FormatOptions(kv_format, index_format))
+        check_vocabulary(loaded, tokens, reference)
+        engine = make_engine(loaded, hierarchy, requests=1, positions=len(tokens), queries=queries)
+        logits, fetched_rows = run(engine, tokens.tolist(), split, check)
     difference, agreement = compare(logits, reference)
     verdict = Verdict(
         max_abs_diff=difference,
@@ -108,9 +110,12 @@ def verify_hf(
 
 
 def run(
-    engine: "Engine", tokens: Sequence[int], split: int
+    engine: "Engine", tokens: Sequence[int], split: int, check: Callable[[], None]
 ) -> tuple["Float[np.ndarray, 'S V']", int]:
-    """The engine's logits after every token, and the rows fetched while decoding."""
+    """The engine's logits after every token, and the rows fetched while decoding.
+
+    `check` is called after every event, and may raise.
+    """
     import numpy as np
     from jaxtyping import Float
 
@@ -124,6 +129,7 @@ def run(
             pieces.append(event)
         elif isinstance(event, StepDone):
             fetched_rows += event.metrics.fetched_rows
+        check()
     return np.concatenate(pieces), fetched_rows
 
 

@@ -19,8 +19,49 @@ flight.py    dispatches between their launch and their landing
 step_times.py  what a step takes, by how many requests take part
 pace.py      how many may run at once, under a bound on the time per token
 engine.py    continuous batching over a fixed number of request rows
-recording.py what every step selects, in a file, and read back
+recording.py  what every step selects, in a file, and read back
 store.py     sessions on disk
 replay.py    requests that arrive over time
 forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
+
+Examples:
+    A model of one layer whose residual stream is its token, and whose head is the next one:
+
+    >>> import jax.numpy as jnp
+    >>> from dhisparse_jax import Engine, Geometry, HierarchyConfig, IndexInputs, Policy, Request
+    >>> from dhisparse_jax import RowFormat
+    >>> from dhisparse_jax.engine.events import NewTokens
+    >>> from dhisparse_jax.model import Ran
+    >>> class Counts:
+    ...     vocabulary, context = 8, 32
+    ...     geometry = Geometry(
+    ...         row=RowFormat.mla(6, 2, "float32"),
+    ...         layers_per_pool=(1,),
+    ...         top_k=4,
+    ...         index_width=8,
+    ...         index_dtype="float32",
+    ...         scale=1.0,
+    ...     )
+    ...
+    ...     def embed(self, params, tokens):
+    ...         return params[tokens]
+    ...
+    ...     def run_group(
+    ...         self, params, pool, x, positions, open_group, attend, taps=(), beside=None
+    ...     ):
+    ...         query = x[:, :, None]  # one head
+    ...         weights = jnp.ones(query.shape[:3])
+    ...         opened = open_group(IndexInputs(queries=query, weights=weights, keys=x))
+    ...         attended, opened = attend(opened, 0, x, query)
+    ...         return Ran(x, (), opened)
+    ...
+    ...     def logits(self, params, x):
+    ...         return jnp.roll(x, 1, axis=-1)
+    >>> cfg = HierarchyConfig(
+    ...     geometry=Counts.geometry, policy=Policy.ADAPTIVE, requests=1, capacity=32, hot_rows=8
+    ... )
+    >>> engine = Engine(Counts(), jnp.eye(8), cfg, chunk=8)
+    >>> request = Request(name="count", prompt=(1, 2), max_new_tokens=3)
+    >>> [event.tokens for event in engine.run([request]) if isinstance(event, NewTokens)]
+    [(3,), (4,), (5,)]
 """

@@ -47,12 +47,12 @@ class Engine(Machine):
         rule: how many of the proposed tokens are verified.
         steps: decode steps in one dispatch. A request that ends inside one idles until its end.
         limits: on the time per token, and on the memory for preempted requests.
-        mesh: devices, with the axes of `dhisparse_jax.mesh`; None: the first one. Weights that are
-            not on it go to all of them.
+        mesh: devices with the axes of `dhisparse_jax.mesh`, which get the weights; None: the first.
 
     Attributes:
         machines: one a device; the engine is the first of this process.
         pace: how many may run.
+        stepwise: as of a machine.
         now: where seconds come from.
 
     Raises:

@@ -16,7 +16,13 @@ FinishReason = Literal["length", "stop", "context", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class PrefillProgress:
-    """`done` of `total` pieces (one chunk in one group) of a request's prompt are prefilled."""
+    """`done` of `total` pieces (one chunk in one group) of a request's prompt are prefilled.
+
+    Attributes:
+        request: its number.
+        done: pieces that are prefilled.
+        total: pieces of the prompt.
+    """
 
     request: int
     done: int
@@ -25,7 +31,12 @@ class PrefillProgress:
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """A request went on by these tokens, in all steps of a dispatch."""
+    """A request went on by these tokens, in all steps of a dispatch.
+
+    Attributes:
+        request: its number.
+        tokens: the new tokens, in order.
+    """
 
     request: int
     tokens: tuple[int, ...]
@@ -33,7 +44,12 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A request ended; its row and pages are free again."""
+    """A request ended; its row and pages are free again.
+
+    Attributes:
+        request: its number.
+        reason: why it ended.
+    """
 
     request: int
     reason: FinishReason
@@ -101,7 +117,13 @@ class Acceptance:
 
 @dataclasses.dataclass(frozen=True)
 class StepDone:
-    """Decode step number `step` (from 1) is done; the tokens of a dispatch follow its steps."""
+    """Decode step number `step` (from 1) is done; the tokens of a dispatch follow its steps.
+
+    Attributes:
+        step: its number.
+        metrics: what the hierarchy did.
+        acceptance: what became of proposals.
+    """
 
     step: int
     metrics: StepMetrics
@@ -109,6 +131,7 @@ class StepDone:
 
 
 Event = PrefillProgress | NewTokens | Finished | StepDone
+"""What an engine reports."""
 
 
 def step_metrics(cfg: HierarchyConfig, counts: PlanCounts) -> StepMetrics:

@@ -75,7 +75,13 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Tokens of a job that are to be delivered, and why it ends after them, if it does."""
+    """Tokens of a job that are to be delivered, and why it ends after them, if it does.
+
+    Attributes:
+        job: whose they are.
+        tokens: the tokens.
+        reason: why the job ends; None: it goes on.
+    """
 
     job: Job
     tokens: tuple[int, ...]

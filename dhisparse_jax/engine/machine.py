@@ -38,6 +38,7 @@ from dhisparse_jax.step import MAX_STOPS, DecodeState, Speculation, Texts, no_te
 from pallas_kernels.common.ids import NO_SLOT
 
 PREFILL_CHUNK = 256
+"""Prompt tokens per prefill call, where nothing else is asked for."""
 
 
 class Machine(Cell):
@@ -54,7 +55,6 @@ class Machine(Cell):
         seat: where it is.
 
     Attributes:
-        steps: as given.
         meter: what the machine does, for the rule.
         sizes: bytes of its parts.
         stepwise: wait for every piece of prefill, so that what it takes can be known.

@@ -15,7 +15,10 @@ from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES, abstract
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
 
 PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable that bounds pinned host memory on a GPU, in GB."""
+
 PINNED_LIMIT_DEFAULT_GB = 64
+"""The bound where it is not set."""
 
 HOT_SHARE = 0.5
 """Share of the free device memory that hot pools may take when no budget is given."""
@@ -121,11 +124,27 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
     return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))
 
 
-def _smaller_device(cfg: HierarchyConfig, batch: int) -> str:
-    """What makes the device part of a state smaller."""
-    if cfg.policy is Policy.RESIDENT:
-        return f"use --policy adaptive, or lower --batch (now {batch})"
-    return f"lower --hot-rows (now {cfg.hot_rows}) or --batch (now {batch})"
+def _smaller_device(cfg: HierarchyConfig, needed: Sizes, batch: int) -> str:
+    """The largest part of the device memory of a state, and what makes it smaller."""
+    hot = "use --policy adaptive"
+    if cfg.policy is not Policy.RESIDENT:
+        hot = f"lower --hot-rows (now {cfg.hot_rows})"
+    room = f"shorten the texts (room for {cfg.capacity:,} tokens each)"
+    block = f"use a shorter --draft-length (now {cfg.queries - 1}) or --draft none"
+    beside = needed.tail_bytes + needed.staging_bytes + needed.draft_bytes
+    parts = [
+        (needed.hot_bytes, "pages", hot),
+        (needed.index_bytes, "index keys", f"{room}, use --index-format fp8"),
+        (needed.table_bytes + needed.kept_bytes, "tables and windows", room),
+        (beside, "tails, staging and the draft", block if cfg.queries > 1 else hot),
+    ]
+    size, name, remedy = max(parts)
+    return f"{gib(size)} of it are {name}: {remedy}, or lower --batch (now {batch})"
+
+
+def gib(size: int) -> str:
+    """Bytes, as a person reads them."""
+    return f"{size / 2**30:.2f} GiB"
 
 
 def check_memory(
@@ -143,13 +162,12 @@ def check_memory(
     """
     needed = sizes(cfg, drafter)
     on_cpu, batch = jax.default_backend() == "cpu", devices * cfg.requests
-    gib = lambda size: f"{size / 2**30:.2f} GiB"
     free = free_device_bytes()
     device_bytes = needed.device_bytes * (devices if on_cpu else 1)
     if device_bytes > free:
         raise UserError(
             f"the {cfg.policy.value} state needs {gib(device_bytes)} of device memory, "
-            f"{gib(free)} are free; {_smaller_device(cfg, batch)}"
+            f"{gib(free)} are free; {_smaller_device(cfg, needed, batch)}"
         )
     together = devices * needed.host_bytes + (device_bytes if on_cpu else 0)
     free = free_host_bytes()
@@ -157,6 +175,7 @@ def check_memory(
         limit = f", or raise {PINNED_LIMIT_VARIABLE}" if jax.default_backend() == "gpu" else ""
         raise UserError(
             f"the host pools ({HOST_KIND}) and what shares their memory need {gib(together)}, "
-            f"{gib(free)} are free; lower --batch (now {batch}) or --host-memory{limit}"
+            f"{gib(free)} are free; shorten the texts (room for {cfg.capacity:,} tokens each), "
+            f"lower --batch (now {batch}) or --host-memory{limit}"
         )
     return needed

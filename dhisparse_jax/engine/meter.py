@@ -20,6 +20,7 @@ LINK_RECORDS = 4096
 """Records read at once to measure the link: enough to fill it."""
 
 RUNS = 5
+"""Timed calls, of which the median counts."""
 
 DECAY = 0.9
 """Weight of the past in the moving average of a step's seconds."""

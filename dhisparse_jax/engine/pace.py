@@ -34,6 +34,7 @@ PROBE = 64
 trial that fails."""
 
 LONGEST_PROBE = 2**14
+"""Most dispatches between two such trials."""
 
 ROOM = 0.9
 """Share of the bound below which that is done."""
@@ -76,6 +77,7 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+"""As many requests as there are rows, and memory."""
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 Tokens = Int[np.ndarray, " n"]
+"""A text, as its tokens."""
 
 
 class Prefix(NamedTuple):

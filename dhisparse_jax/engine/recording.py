@@ -36,21 +36,35 @@ END, JOIN, ADMIT, LEAVE, STEP = range(5)
 
 
 class Join(NamedTuple):
-    """A request joins a free row with `length` positions, as a new one or as one that was there."""
+    """A request joins a free row with `length` positions, as a new one or as one that was there.
+
+    Attributes:
+        row: the row.
+        length: positions that the request has.
+    """
 
     row: int
     length: int
 
 
 class Admit(NamedTuple):
-    """Its newest positions fill the pages of a pool."""
+    """Its newest positions fill the pages of a pool.
+
+    Attributes:
+        row: the row.
+        pool: the pool.
+    """
 
     row: int
     pool: int
 
 
 class Leave(NamedTuple):
-    """The row is free again."""
+    """The row is free again.
+
+    Attributes:
+        row: the row.
+    """
 
     row: int
 
@@ -70,6 +84,7 @@ class Step(NamedTuple):
 
 
 Happened = Join | Admit | Leave | Step
+"""What a recording is a list of."""
 
 
 class Recorder:

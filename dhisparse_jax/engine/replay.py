@@ -12,7 +12,12 @@ from dhisparse_jax.engine.request import Request
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request that arrives `at` seconds after the start."""
+    """A request that arrives `at` seconds after the start.
+
+    Attributes:
+        at: seconds after the start.
+        request: what is asked for.
+    """
 
     at: float
     request: Request
@@ -20,7 +25,12 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Arrived:
-    """Request number `request` was submitted; it had arrived `at` seconds after the start."""
+    """Request number `request` was submitted; it had arrived `at` seconds after the start.
+
+    Attributes:
+        request: its number.
+        at: seconds after the start.
+    """
 
     request: int
     at: float

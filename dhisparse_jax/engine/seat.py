@@ -26,6 +26,7 @@ class Seat:
 
 
 ALONE = Seat()
+"""The first device, with programs of its own."""
 
 
 @dataclasses.dataclass

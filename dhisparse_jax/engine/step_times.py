@@ -27,7 +27,12 @@ REPORTED = 512
 
 
 class Known(NamedTuple):
-    """Measured numbers of requests, ascending, and the seconds of a dispatch with each."""
+    """Measured numbers of requests, ascending, and the seconds of a dispatch with each.
+
+    Attributes:
+        rows: numbers of requests.
+        seconds: what a dispatch with each of them takes.
+    """
 
     rows: Int[np.ndarray, " n"]
     seconds: Float[np.ndarray, " n"]

@@ -28,6 +28,8 @@ from dhisparse_jax.sampling import Sampling
 from pallas_kernels.index_scores.types import ScaledKeys
 
 FORMAT = 1
+"""The version of what is written; another one is refused."""
+
 _HEAD, _ARRAYS = "session.json", "arrays"
 _LISTS = ("records", "keys", "ring")
 _FULL = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota exceeded")

@@ -17,12 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 
 State = TypeVar("State")
+"""What a step changes."""
+
 Operands = TypeVar("Operands")
+"""What it only reads."""
+
 Result = TypeVar("Result")
+"""What it gives beside its state."""
 
 RUNS = 20
+"""Timed runs, whose median and quartiles are the result."""
+
 LEAST_SECONDS = 2e-2
+"""What a run takes at least: it has as many dispatches as that needs."""
+
 MOST_DISPATCHES = 500
+"""Most dispatches of a run."""
 
 
 class Timing(NamedTuple):

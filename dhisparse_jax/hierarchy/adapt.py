@@ -41,6 +41,7 @@ from dhisparse_jax.hierarchy.pages import set_budgets
 from dhisparse_jax.hierarchy.state import HierarchyState
 
 HYSTERESIS = 1.5
+"""How many times as much a page must save elsewhere before it is taken from who uses it."""
 
 HIGH_WATERMARK, LOW_WATERMARK = 128, 256
 """One page in so many is free above each."""
@@ -142,16 +143,12 @@ def _history(state: HierarchyState, cfg: HierarchyConfig, pool: int) -> Int[Arra
 def _fillable(
     state: HierarchyState, cfg: HierarchyConfig, members: tuple[int, ...]
 ) -> Int[Array, "pools R"]:
-    """Pages for the records that pools hold of everybody, and for those of the next step.
-
-    Counted in the maps, as they lie: adding pages up by their owners has all of a GPU's threads
-    wait for the few sums.
-    """
-    every = [(state.pools[pool].slot_of >= 0).sum(axis=1, dtype=jnp.int32) for pool in members]
+    """Pages for the records that pools hold of everybody, and for those of the next step."""
+    held = jnp.stack([state.hot_records[pool] for pool in members])
     fresh = jnp.array([cfg.fresh(pool) for pool in members], jnp.int32)[:, None]
     expected = jnp.stack([state.miss_rate[pool] for pool in members])
     coming = jnp.maximum(jnp.ceil(expected).astype(jnp.int32), fresh)
-    return -(-(jnp.stack(every) + coming) // cfg.page_slots)
+    return -(-(held + coming) // cfg.page_slots)
 
 
 def _of(every: Shaped[Array, "pools R"], members: tuple[int, ...]) -> Shaped[Array, " n"]:

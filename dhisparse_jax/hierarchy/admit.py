@@ -142,4 +142,6 @@ def _place_hot(
         mark=hot.mark.at[paged].set(state.step - (end - position), mode="drop"),
     )
     slot_of = mine.slot_of.at[request, dropping(position, cfg.records(pool))].set(slot, mode="drop")
-    return with_pool(with_hot(state, number, hot), pool, slot_of=slot_of), position, slot
+    held = state.hot_records.at[pool, request].set(used.sum(dtype=jnp.int32))
+    state = dataclasses.replace(with_hot(state, number, hot), hot_records=held)
+    return with_pool(state, pool, slot_of=slot_of), position, slot

@@ -38,7 +38,8 @@ class OpenGroup:
         state: the hierarchy; what is missing comes with the first attention.
         plan: where each selected record is, and what is missing.
         selection: int32 selected positions.
-        blocks: what the first selection left to the others; see `select.Selection`.
+        blocks: what the first selection left to the others; see
+            `dhisparse_jax.hierarchy.select.Selection`.
         complete: whether the missing records have come.
     """
 

@@ -22,7 +22,8 @@ def check_invariants(state: HierarchyState, cfg: HierarchyConfig) -> dict[str, b
         say so.
     budget_is_held: `budget` counts the held pages, which come first in the page list.
     floor_kept: no active request holds less than its floor; inactive ones hold nothing.
-    maps_agree: `slot_of` and the slots' positions are inverse to each other, slot by slot.
+    maps_agree: `slot_of` and the slots' positions are inverse to each other, slot by slot, and
+        `hot_records` counts them.
     slots_owned: only slots of held pages hold a position.
     hot_is_committed: no hot slot holds a position at or beyond the length.
     hot_equals_host: every hot record equals its host record, byte for byte.
@@ -122,7 +123,10 @@ def _maps_agree(host: Host, cfg: HierarchyConfig) -> bool:
     for number, members in enumerate(cfg.hot_pools):
         seen = np.full_like(host.hot[number].position, -1)
         for pool in members:
-            _, position, slot = _holders(host, cfg, pool)
+            request, position, slot = _holders(host, cfg, pool)
+            counted = np.bincount(request, minlength=cfg.requests)
+            if not np.array_equal(host.hot_records[pool], counted):
+                return False
             if len(np.unique(slot)) < len(slot) or (seen[slot] >= 0).any():
                 return False
             seen[slot] = position

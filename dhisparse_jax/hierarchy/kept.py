@@ -22,6 +22,7 @@ from pallas_kernels.common.ids import NO_SLOT, dropping, masked
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 Leaf = Shaped[Array, "R n W"]
+"""What requests keep of one kind: n rows of W numbers each."""
 
 
 def keep(

@@ -1,6 +1,7 @@
 """Pages: granting and releasing them is a table edit, since every record is in the host pool."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,11 +10,22 @@ from jaxtyping import Array, Bool, Int
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.ghost import rescaled
 from dhisparse_jax.hierarchy.state import HierarchyState, HotPool
-from dhisparse_jax.hierarchy.update import with_hot, with_pool
-from pallas_kernels.common.ids import INT32_MAX, dropping, masked, packed
+from dhisparse_jax.hierarchy.update import with_hot, with_pool, with_row
+from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, dropping, masked, packed
 
 SURE = 1 << 16
 """The chance 1 that a record is used in the next step, as an integer."""
+
+
+class _Tables(NamedTuple):
+    """What releasing and granting pages change: tables, and no record."""
+
+    pages: tuple[Int[Array, "R _"], ...]
+    slot_of: tuple[Int[Array, "R _"], ...]
+    owner: tuple[Int[Array, " _"], ...]
+    position: tuple[Int[Array, " _"], ...]
+    hot_records: Int[Array, "pools R"]
+    budget: Int[Array, "pools R"]
 
 
 def set_budgets(
@@ -23,37 +35,46 @@ def set_budgets(
 
     The pages released are those worth least. `target` must fit: its sum over the pools of a hot
     pool is at most the number of its pages.
+
+    Most of the time nothing changes, and then it costs nothing: both are loops of one round or
+    none. A loop updates its tables in place, where XLA copies all that goes through a branch.
     """
-    for number, members in enumerate(cfg.hot_pools):
-        state = _shrink(state, cfg, number, members, target)
-        state = _grant(state, cfg, number, members, target)
-    return dataclasses.replace(rescaled(state, state.budget, target), budget=target)
+
+    def release(tables: _Tables) -> _Tables:
+        now = _with_tables(state, tables)
+        for number, members in enumerate(cfg.hot_pools):
+            now = _release(_rank(now, cfg, number, members), cfg, number, members, target)
+        return _tables(dataclasses.replace(now, budget=jnp.minimum(now.budget, target)))
+
+    def grant(tables: _Tables) -> _Tables:
+        now = _with_tables(state, tables)
+        for number, members in enumerate(cfg.hot_pools):
+            now = _grant(now, cfg, number, members, target)
+        return _tables(dataclasses.replace(now, budget=target))
+
+    tables = lax.while_loop(lambda now: jnp.any(now.budget > target), release, _tables(state))
+    tables = lax.while_loop(lambda now: jnp.any(now.budget < target), grant, tables)
+    return rescaled(_with_tables(state, tables), state.budget, target)
 
 
-def _shrink(
-    state: HierarchyState,
-    cfg: HierarchyConfig,
-    number: int,
-    members: tuple[int, ...],
-    target: Int[Array, "pools R"],
-) -> HierarchyState:
-    """Release pages above the target. Without any, which is most of the time, it costs nothing."""
-    several = jnp.array(members)
-
-    def tables(state: HierarchyState) -> tuple[list[Array], list[Array], Array, Array]:
-        pools, hot = [state.pools[pool] for pool in members], state.hot[number]
-        return [p.pages for p in pools], [p.slot_of for p in pools], hot.owner, hot.position
-
-    # Of the tables alone: what goes through a branch may be copied, and records are large.
-    pages, slot_of, owner, position = lax.cond(
-        jnp.any(target[several] < state.budget[several]),
-        lambda: tables(_release(_rank(state, cfg, number, members), cfg, number, members, target)),
-        lambda: tables(state),
+def _tables(state: HierarchyState) -> _Tables:
+    return _Tables(
+        pages=tuple(pool.pages for pool in state.pools),
+        slot_of=tuple(pool.slot_of for pool in state.pools),
+        owner=tuple(hot.owner for hot in state.hot),
+        position=tuple(hot.position for hot in state.hot),
+        hot_records=state.hot_records,
+        budget=state.budget,
     )
-    for member, pool in enumerate(members):
-        state = with_pool(state, pool, pages=pages[member], slot_of=slot_of[member])
-    hot = dataclasses.replace(state.hot[number], owner=owner, position=position)
-    return with_hot(state, number, hot)
+
+
+def _with_tables(state: HierarchyState, tables: _Tables) -> HierarchyState:
+    for pool, (pages, slot_of) in enumerate(zip(tables.pages, tables.slot_of, strict=True)):
+        state = with_pool(state, pool, pages=pages, slot_of=slot_of)
+    for number, (owner, position) in enumerate(zip(tables.owner, tables.position, strict=True)):
+        hot = dataclasses.replace(state.hot[number], owner=owner, position=position)
+        state = with_hot(state, number, hot)
+    return dataclasses.replace(state, hot_records=tables.hot_records, budget=tables.budget)
 
 
 def _rank(
@@ -68,11 +89,30 @@ def _rank(
     hot = state.hot[number]
     chance = jnp.where(hot.position < 0, 0, SURE // jnp.maximum(state.step - hot.mark, 1))
     worth = chance.reshape(-1, cfg.page_slots).sum(axis=1, dtype=jnp.int32)
-    for pool in members:
-        pages = state.pools[pool].pages
-        key = jnp.where(pages < 0, INT32_MAX, -worth[jnp.maximum(pages, 0)])
-        order = jnp.argsort(key, axis=1, stable=True)
-        state = with_pool(state, pool, pages=jnp.take_along_axis(pages, order, axis=1))
+    pages = _page_lists(state, cfg, members)
+    key = jnp.where(pages < 0, INT32_MAX, -worth[jnp.maximum(pages, 0)])
+    order = jnp.argsort(key, axis=2, stable=True)
+    return _with_page_lists(state, cfg, members, jnp.take_along_axis(pages, order, axis=2))
+
+
+def _page_lists(
+    state: HierarchyState, cfg: HierarchyConfig, members: tuple[int, ...]
+) -> Int[Array, "members R P"]:
+    """The page lists of all pools of a hot pool: one sort is compiled sooner than many."""
+    widest = max(cfg.max_pages(pool) for pool in members)
+    more = lambda pool: ((0, 0), (0, widest - cfg.max_pages(pool)))
+    lists = [jnp.pad(state.pools[p].pages, more(p), constant_values=NO_SLOT) for p in members]
+    return jnp.stack(lists)
+
+
+def _with_page_lists(
+    state: HierarchyState,
+    cfg: HierarchyConfig,
+    members: tuple[int, ...],
+    pages: Int[Array, "members R P"],
+) -> HierarchyState:
+    for member, pool in enumerate(members):
+        state = with_pool(state, pool, pages=pages[member, :, : cfg.max_pages(pool)])
     return state
 
 
@@ -84,18 +124,20 @@ def _release(
     target: Int[Array, "pools R"],
 ) -> HierarchyState:
     """Free every page beyond the target and forget what its slots held."""
+    pages = _page_lists(state, cfg, members)
+    column = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None]
+    over = (column >= target[jnp.array(members)][..., None]) & (pages >= 0)
     freed = jnp.zeros(state.hot[number].owner.shape, jnp.bool_)
-    for pool in members:
-        pages = state.pools[pool].pages
-        column = jnp.arange(cfg.max_pages(pool), dtype=jnp.int32)[None]
-        over = (column >= target[pool][:, None]) & (pages >= 0)
-        freed = freed.at[dropping(masked(pages, over), freed.shape[0])].set(True, mode="drop")
-        state = with_pool(state, pool, pages=masked(pages, ~over))
-    slot_freed = jnp.repeat(freed, cfg.page_slots)
+    gone = dropping(masked(pages, over).reshape(-1), freed.shape[0])
+    freed = freed.at[gone].set(True, mode="drop")
+    state = _with_page_lists(state, cfg, members, masked(pages, ~over))
+    slot_freed, held = jnp.repeat(freed, cfg.page_slots), state.hot_records
     for pool in members:
         slot_of = state.pools[pool].slot_of
         gone = (slot_of >= 0) & slot_freed[jnp.maximum(slot_of, 0)]
         state = with_pool(state, pool, slot_of=masked(slot_of, ~gone))
+        held = with_row(held, pool, held[pool] - gone.sum(axis=1, dtype=jnp.int32))
+    state = dataclasses.replace(state, hot_records=held)
     return with_hot(state, number, _forget(state.hot[number], freed, slot_freed))
 
 
@@ -121,18 +163,18 @@ def _grant(
     owner = state.hot[number].owner
     number_of = jnp.arange(owner.shape[0], dtype=jnp.int32)
     free = packed((owner < 0)[None], number_of[None])[0]
-    held = jnp.minimum(state.budget, target)[jnp.array(members)]
+    held = state.budget[jnp.array(members)]
     grants = target[jnp.array(members)] - held
     first = (jnp.cumsum(grants) - grants.reshape(-1)).reshape(grants.shape)
-    request = jnp.arange(cfg.requests, dtype=jnp.int32)[:, None]
-    for member, pool in enumerate(members):
-        column = jnp.arange(cfg.max_pages(pool), dtype=jnp.int32)[None]
-        turn = column - held[member][:, None]
-        new = (turn >= 0) & (turn < grants[member][:, None])
-        pick = jnp.clip(first[member][:, None] + turn, 0, free.shape[0] - 1)
-        granted = masked(free[pick], new)
-        holder = jnp.broadcast_to(pool * cfg.requests + request, granted.shape)
-        owner = owner.at[dropping(granted, owner.shape[0])].set(holder, mode="drop")
-        pages = jnp.where(new, granted, state.pools[pool].pages)
-        state = with_pool(state, pool, pages=pages)
+    pages = _page_lists(state, cfg, members)
+    column = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None]
+    turn = column - held[..., None]
+    new = (turn >= 0) & (turn < grants[..., None])
+    granted = masked(free[jnp.clip(first[..., None] + turn, 0, free.shape[0] - 1)], new)
+    request = jnp.arange(cfg.requests, dtype=jnp.int32)[None]
+    holder = jnp.array(members)[:, None] * cfg.requests + request
+    holder = jnp.broadcast_to(holder[..., None], granted.shape).reshape(-1)
+    place = dropping(granted.reshape(-1), owner.shape[0])
+    owner = owner.at[place].set(holder, mode="drop")
+    state = _with_page_lists(state, cfg, members, jnp.where(new, granted, pages))
     return with_hot(state, number, dataclasses.replace(state.hot[number], owner=owner))

@@ -82,7 +82,8 @@ def finish_plan(
     number, _ = cfg.hot_pool_of(pool)
     hot = dataclasses.replace(state.hot[number], position=after.position, mark=after.mark)
     state = with_pool(with_hot(state, number, hot), pool, slot_of=after.slot_of)
-    state = _count(state, pool, result.counts, again=again)
+    held = with_row(state.hot_records, pool, result.held)
+    state = dataclasses.replace(_count(state, pool, result.counts, again=again), hot_records=held)
     if not cfg.ghosts:
         return state
     return remember(state, cfg, pool, result, again=again)

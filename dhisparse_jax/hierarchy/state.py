@@ -26,6 +26,7 @@ from pallas_kernels.index_scores.types import Keys
 from pallas_kernels.plan.types import PlanCounts
 
 HOST_KIND = "pinned_host"
+"""The memory kind of host pools."""
 
 HOST_LEAVES = ("host", "host_keys")
 """The leaves that are in host memory."""
@@ -113,6 +114,8 @@ class HierarchyState:
         length: committed positions of each request.
         active: whether a request occupies the row.
         budget: pages that each request holds in each pool.
+        hot_records: records of each request that have a hot slot in each pool: what one would count
+            in `slot_of`, which is as large as the history.
         miss_rate: fetched records per step, a moving average.
         benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
@@ -127,6 +130,7 @@ class HierarchyState:
     length: Int[Array, " R"]
     active: Bool[Array, " R"]
     budget: Int[Array, "pools R"]
+    hot_records: Int[Array, "pools R"]
     miss_rate: Float[Array, "pools R"]
     benefit: Benefit
     counts: PlanCounts
@@ -173,6 +177,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
         length=shape((r,), i32),
         active=shape((r,), jnp.bool_),
         budget=per_pool,
+        hot_records=per_pool,
         miss_rate=average,
         benefit=Benefit(
             ghost=_unless_empty((cfg.pools, r, cfg.ghosts)),

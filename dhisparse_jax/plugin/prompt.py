@@ -15,7 +15,7 @@ from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
 from dhisparse_jax.hierarchy.requests import join
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.plugin.rows import Rows, flat
+from dhisparse_jax.plugin.rows import Rows, flat, shape_of
 from dhisparse_jax.plugin.sizes import check_state
 from pallas_kernels.common.record_layout import placed_words
 
@@ -94,9 +94,10 @@ def _sizes(
     if len(keys) != wanted:
         raise UserError(f"index keys of {len(keys)} groups; there must be {wanted}")
     first = rows[0] if rows else None
-    size = 0 if first is None else (first[0] if isinstance(first, tuple) else first).shape[0]
+    part = first[0] if isinstance(first, tuple) else first
+    size = 0 if part is None else (*shape_of("rows", part), 0)[0]
     for key in keys:
-        if key.shape != (size, cfg.geometry.index_width):
+        if shape_of("index keys of a group", key) != (size, cfg.geometry.index_width):
             shape = (size, cfg.geometry.index_width)
             raise UserError(f"index keys have shape {key.shape}; they must have {shape}")
     count = int(length) if isinstance(length, int | np.integer) else size

@@ -43,8 +43,16 @@ def unflat(row: RowFormat, numbers: Shaped[Array, "*n width"]) -> Rows:
     return parts[..., row.value_width :], parts[..., : row.value_width]
 
 
+def shape_of(what: str, array: object) -> tuple[int, ...]:
+    """The shape of an array. Raises UserError where it is none, as a list of numbers is not."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise UserError(f"{what} are a {type(array).__name__}; they must be an array")
+    return shape
+
+
 def _check(what: str, array: Array, shape: tuple[int, ...], row: RowFormat) -> None:
-    if array.shape != shape:
+    if shape_of(what, array) != shape:
         raise UserError(f"{what} have shape {array.shape}; the row format says {shape}")
     if isinstance(row.dtype, str) and array.dtype != jnp.dtype(row.dtype):
         raise UserError(

@@ -50,7 +50,7 @@ class OpenStep:
         cfg: sizes of the hierarchy; static.
         group: number of the open group, NO_SLOT before the first; static.
         opened: groups that have selected; static.
-        written: layers whose rows were given; static.
+        written: layers whose rows were given, and `~n` for a layer n that a scan may give; static.
     """
 
     positions: Int[Array, "R T"]
@@ -119,12 +119,11 @@ def select(step: OpenStep, group: int, choice: Choice) -> OpenStep:
         UserError: there is no such group, it has selected already, or the choice has another shape
             than the geometry says.
     """
-    layers = _layers(step.cfg, group)
+    scanned = tuple(~layer for layer in _layers(step.cfg, group))  # by which numbers is not known
     opened = _open(step, group, choice)
     history = groups.close_group(_group_of(opened), step.cfg, group)
     complete = dataclasses.replace(_group_of(opened), state=history, complete=True)
-    written = (*opened.written, *layers)  # what a scan writes is not known here
-    return dataclasses.replace(opened, history=complete, written=written)
+    return dataclasses.replace(opened, history=complete, written=(*opened.written, *scanned))
 
 
 def attend(
@@ -160,8 +159,7 @@ def attend(
     step, place = _enter(step, layer, select)
     row = flat(step.cfg.geometry.row, row, new)
     attended, group = groups.attend(_group_of(step), step.cfg, step.group, place, row, query)
-    wrong = step.wrong[..., None, None]
-    values = jnp.where(wrong, jnp.nan, attended.values)
+    values = jnp.where(step.wrong[..., None, None], jnp.nan, attended.values)
     return attended._replace(values=values), dataclasses.replace(step, history=group)
 
 
@@ -216,7 +214,8 @@ def end_step(step: OpenStep, accepted: Int[Array, " R"] | None = None) -> Hierar
         UserError: a layer has kept nothing in this step, or `accepted` has another form.
     """
     cfg = step.cfg
-    missing = sorted(set(range(sum(cfg.geometry.layers_per_pool))) - set(step.written))
+    kept = {max(layer, ~layer) for layer in step.written}
+    missing = sorted(set(range(sum(cfg.geometry.layers_per_pool))) - kept)
     if missing:
         raise UserError(
             f"layers {missing} kept no rows in this step; layers_per_pool "
@@ -271,6 +270,8 @@ def _enter(step: OpenStep, layer: Layer, choice: Choice | None) -> tuple[OpenSte
         step = _open(step, group, choice)
     elif group != step.group:
         raise UserError(f"layer {layer} is the first one of group {group}; it must select")
+    if layer in step.written:
+        raise UserError(f"layer {layer} has kept its rows in this step; a layer does it once")
     written = (*step.written, layer)
     return dataclasses.replace(step, written=written), layer - _layers(step.cfg, group)[0]
 

@@ -48,6 +48,26 @@ def accept(
             Chosen without knowledge of the proposals that it admits (see `schedule`).
         length: int32 committed positions before the step.
         sampler: how each request chooses.
+
+    Examples:
+        Of two proposals the target would have chosen the first; then it goes on by itself:
+
+        >>> import jax.numpy as jnp
+        >>> from dhisparse_jax import Proposal
+        >>> from dhisparse_jax.sampling import greedy
+        >>> from dhisparse_jax.speculation.accept import accept
+        >>> tokens = jnp.array([[2, 0]])
+        >>> proposal = Proposal(
+        ...     tokens=tokens,
+        ...     candidates=tokens[..., None],
+        ...     probabilities=jnp.ones((1, 2, 1)),
+        ...     confidence=jnp.ones((1, 2)),
+        ... )
+        >>> logits = jnp.eye(4)[jnp.array([[2, 3, 1]])]
+        >>> live, length = jnp.array([3]), jnp.array([9])
+        >>> emitted = accept(logits, proposal, live, length, greedy(1))
+        >>> emitted.tokens[0, : emitted.count[0]]
+        Array([2, 3], dtype=int32)
     """
     sampled = sampler.temperature > 0.0
     best = lambda: jax.vmap(_greedy)(logits, proposal, live)

@@ -111,7 +111,14 @@ class Drafter(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class NoDraft:
-    """The drafter that proposes nothing: a step verifies its anchor alone and emits one token."""
+    """The drafter that proposes nothing: a step verifies its anchor alone and emits one token.
+
+    Attributes:
+        length: no token is proposed.
+        taps: no hidden state is read.
+        window: no position is kept.
+        estimates_confidence: there is nothing to estimate.
+    """
 
     length: int = 0
     taps: tuple[int, ...] = ()
@@ -169,6 +176,7 @@ class Draft:
 
 
 NO_DRAFT = Draft(drafter=NoDraft(), params=())
+"""One token per step."""
 
 
 def check_draft(drafter: Drafter, cfg: HierarchyConfig) -> None:

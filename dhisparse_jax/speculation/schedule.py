@@ -39,7 +39,14 @@ _LEAST_SECONDS = 1e-12
 
 
 class Rule(StrEnum):
-    """How the number of verified proposals is chosen; `all` verifies every one."""
+    """How the number of verified proposals is chosen; `all` verifies every one.
+
+    Attributes:
+        ALL: every proposal.
+        EARLY_STOP: as many as pay by this step's confidences, up to the first that does not.
+        STALE: as many as paid two steps before.
+        HISTORY: as many as pay by how often the target followed the draft.
+    """
 
     ALL = "all"
     EARLY_STOP = "early-stop"

@@ -6,7 +6,7 @@ from typing import Any
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, WINDOW, V4Config
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.configs.values import config_of
-from dhisparse_jax.errors import UserError
+from dhisparse_jax.errors import UserError, renamed
 from dhisparse_jax.models.hf_config import (
     WITHOUT_EFFECT,
     eos_ids,
@@ -39,6 +39,14 @@ SIZES = {
     "streams": "hc_mult",
     "sinkhorn_steps": "hc_sinkhorn_iters",
 }
+
+NAMES = {
+    **SIZES,
+    "rope_dim": "qk_rope_head_dim",
+    "routed_scale": "routed_scaling_factor",
+    "norm_eps": "rms_norm_eps",
+}
+"""The published names of what has another name here, for errors."""
 
 # Settings that change the arithmetic, with the only value that is implemented.
 FIXED = {
@@ -79,6 +87,7 @@ _KINDS = {
 _SELECTED_RATE, _ALL_RATE = 4, 128
 
 
+@renamed(NAMES)
 def parse_v4_config(raw: Mapping[str, Any]) -> V4Config:
     """The sizes in a published configuration.
 

@@ -76,8 +76,8 @@ _ENDS = {
 def canonical_v4_name(name: str) -> str:
     """The name that DeepSeek gives a tensor; scales are called as those of other models.
 
-    In: `model.hc_head.hc_fn`, `layers.3.attn.wkv.scale`.
-    Out: `hc_head_fn`, `layers.3.attn.wkv.weight_scale_inv`.
+    In: "model.hc_head.hc_fn", "layers.3.attn.wkv.scale".
+    Out: "hc_head_fn", "layers.3.attn.wkv.weight_scale_inv".
     """
     name = name.removeprefix("model.")
     if name.startswith("hc_head.hc_"):

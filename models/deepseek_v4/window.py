@@ -17,8 +17,8 @@ class Place(NamedTuple):
     Attributes:
         layer: its number.
         positions: int32 position of every token.
-        open_group: see `model.OpenFn`.
-        attend: see `model.AttendFn`.
+        open_group: see `dhisparse_jax.model.OpenFn`.
+        attend: see `dhisparse_jax.model.AttendFn`.
     """
 
     layer: int

@@ -5,8 +5,8 @@ from typing import Any
 
 from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.values import config_of
-from dhisparse_jax.errors import UserError
-from dhisparse_jax.models.deepseek_v4.hf_config import DRAFTER, FIXED, REPEATED, SIZES
+from dhisparse_jax.errors import UserError, renamed
+from dhisparse_jax.models.deepseek_v4.hf_config import DRAFTER, FIXED, NAMES, REPEATED, SIZES
 from dhisparse_jax.models.hf_config import (
     eos_ids,
     integer,
@@ -41,6 +41,14 @@ _LISTS = {
 _PAD = ("engram_pad_token_id", "engram_pad_id")
 """Two names of one entry: of the configuration, and of DeepSeek's own implementation."""
 _CANDIDATE_SOURCE = "candidate_source_layer_id"
+_NAMES = {
+    **NAMES,
+    **_ENGRAM,
+    **_CANDIDATES,
+    **_LISTS,
+    "rates": "compress_ratios",
+    "candidate_source": _CANDIDATE_SOURCE,
+}
 _TEMPERATURE = {"gate_temp": 1.0}
 
 # Entries that this module reads, beside those above.
@@ -55,6 +63,7 @@ _READ = {
 _OTHER_PARTS = {"vision_config", "image_token_id", "processor_config"}
 
 
+@renamed(_NAMES)
 def parse_v41_config(raw: Mapping[str, Any]) -> V41Config:
     """The sizes in a published configuration, whose text part may be an object of its own.
 

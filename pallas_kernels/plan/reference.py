@@ -57,6 +57,7 @@ def plan(
         retire_position=retire_position,
         retire_slot=retire_slot,
         retire_evicted=retire_evicted,
+        held=_held(after, wanted, page_slots),
         counts=_counts(union.position >= 0, hit, tail, miss, overflow),
     )
     return result, after
@@ -105,14 +106,25 @@ def _touch(tables: PlanTables, slots: Int[Array, "R n"], step: Int[Array, ""]) -
     return tables._replace(mark=mark)
 
 
+def _owned(wanted: PlanInput, page_slots: int) -> Int[Array, "R n"]:
+    """The slots of the request's pages in the order of the page list; NO_SLOT for no page."""
+    pages = wanted.pages[:, :, None]
+    offsets = jnp.arange(page_slots, dtype=jnp.int32)[None, None]
+    owned = jnp.where(pages < 0, NO_SLOT, pages * page_slots + offsets)
+    return owned.reshape(pages.shape[0], -1)
+
+
+def _held(tables: PlanTables, wanted: PlanInput, page_slots: int) -> Int[Array, " R"]:
+    owned = _owned(wanted, page_slots)
+    return (masked(tables.position[owned], owned >= 0) >= 0).sum(axis=1, dtype=jnp.int32)
+
+
 def _victims(
     tables: PlanTables, wanted: PlanInput, page_slots: int, needed: Int[Array, " R"]
 ) -> Int[Array, "R n"]:
     """The request's slots to overwrite: empty ones, then the longest unused, by page list."""
-    requests, queries, k = wanted.selection.shape
-    pages = wanted.pages[:, :, None]
-    offsets = jnp.arange(page_slots, dtype=jnp.int32)[None, None]
-    owned = jnp.where(pages < 0, NO_SLOT, pages * page_slots + offsets).reshape(requests, -1)
+    _, queries, k = wanted.selection.shape
+    owned = _owned(wanted, page_slots)
     safe = jnp.maximum(owned, 0)
     age = jnp.where(tables.position[safe] < 0, INT32_MAX, wanted.step - tables.mark[safe])
     age = jnp.where(owned >= 0, age, 0)  # age 0: in the working set, or not the request's

@@ -8,7 +8,7 @@ code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written a
    claim    XLA's scatter-minimum, for what is not hot
 2. number   the first places, in order: of misses, and of what is in the tail
    survey   the age of every slot that the request holds
-   choose   the least age of a victim, by bisection; the victims by page list
+   choose   the least age of a victim, by search; the victims by page list
    forget   the codes of what is in the tail
    fill     every victim goes to its miss, what is left to retiring positions, and the tables forget
             what it held; misses without a victim get staging slots
@@ -22,13 +22,13 @@ pages, their own row of the map): its stages wait for each other at barriers ins
 Traffic: a selection is read once; locations, claims and the three columns of fetches are written
 once; claims are read twice, the second time from L1. One sector per look-up and again for what is
 not hot; one for each mark, which a program writes about once per slot however many queries use it;
-two words per held slot, and its age once per bit of the range of ages.
+two words per held slot, and its age once per cut of the range of ages.
 
 Latency of the program of a request, in steps that wait for each other: a round trip to L2 is 0.5 to
 1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per 8,192 lanes, live or not,
 since Triton moves its operands between threads first. So what a block of places or of slots needs
 is under way while the block before is handled. Then a block of places takes a scan and a scatter to
-number, one store to locate; a block of slots a read of L1 and a sum for each halving of the ages, a
+number, one store to locate; a block of slots a read of L1 and a sum for each cut of the ages, a
 scan and one scatter to choose; a block of misses two round trips and four short scatters to fill.
 Stages without work (no victim, nothing staged) are loops of no rounds.
 
@@ -125,6 +125,7 @@ def plan(
         retire_position=made.retire_position,
         retire_slot=made.retire_slot,
         retire_evicted=made.retire_evicted,
+        held=made.held,
         counts=PlanCounts(made.selected, made.hit, made.tail, made.fetched, made.staged),
     )
     return result, PlanTables(kept.slot_of, kept.position, kept.mark)
@@ -150,6 +151,7 @@ def _settle(
             retire_position=retiring,
             retire_slot=retiring,
             retire_evicted=retiring,
+            held=count,
             selected=count,
             hit=count,
             tail=count,
@@ -187,6 +189,7 @@ def _settle_kernel(
     _locate(asked, kept, row, missing, victims, sizes)
     barrier(sizes)  # codes of staged positions have been read
     _forget(kept, made, row, victims, missing - victims, sizes)
+    plgpu.store(made.held.at[row], slots.used + slots.free - jnp.maximum(slots.empty - victims, 0))
     plgpu.store(made.selected.at[row], slots.used + tail + missing)
     plgpu.store(made.hit.at[row], slots.used)
     plgpu.store(made.tail.at[row], tail)

@@ -31,6 +31,7 @@ class Tuning(NamedTuple):
         look_programs: how many programs look up, about, if there is work for so many.
         block: places that the program of a request settles together.
         slots: slots that it looks at together.
+        counted: ages that it reads together.
         moves: misses to which it gives a slot together.
         warps: its warps.
     """
@@ -41,6 +42,7 @@ class Tuning(NamedTuple):
     look_programs: int = 256
     block: int = 4096
     slots: int = 2048
+    counted: int = 8192
     moves: int = 2048
     warps: int = 16
 
@@ -151,6 +153,7 @@ class Made(NamedTuple):
     retire_position: Word  # [R, Q]
     retire_slot: Word  # [R, Q]
     retire_evicted: Word  # [R, Q]
+    held: Word  # [R]
     selected: Word  # [R]
     hit: Word  # [R]
     tail: Word  # [R]

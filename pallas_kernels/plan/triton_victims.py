@@ -1,7 +1,8 @@
 """The slots that may be overwritten, the longest unused first: a part of the program of a request.
 
-Ages are gathered once (pages, then two words per slot), and read again from L1 for every halving of
-their range: as many rounds as the range has bits, and none while there are enough empty slots.
+Ages are gathered once (pages, then two words per slot), and read again from L1, many at once, each
+time that their range is cut: at most twice as often as the range has bits, a few times in practice,
+and never while there are enough empty slots.
 """
 
 from collections.abc import Callable
@@ -126,7 +127,7 @@ def choose(
     """Write the slots of the `count` victims in the order of the page list."""
     offset = jnp.arange(sizes.tuning.slots, dtype=jnp.int32)
     ages = lambda block: plgpu.load(made.ages.at[row, block * sizes.tuning.slots + offset])
-    low, high, above = _least_age(ages, sizes.tuning.slots, found, count)
+    low, high, above = _least_age(_older_than(made, row, found, sizes), found, count)
     ties = count - above
 
     def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
@@ -145,33 +146,58 @@ def choose(
     lax.while_loop(unfinished, write, (zero, zero, zero))
 
 
+def _older_than(
+    made: Made, row: jax.Array, found: Survey, sizes: Sizes
+) -> Callable[[jax.Array], jax.Array]:
+    """A function that counts the slots of at least an age; it reads more of them at once."""
+    width = sizes.tuning.counted
+    offset = jnp.arange(width, dtype=jnp.int32)
+    written = found.blocks * sizes.tuning.slots
+
+    def count(age: jax.Array) -> jax.Array:
+        def add(block: jax.Array, sums: jax.Array) -> jax.Array:
+            number = block * width + offset
+            here = gather(made.ages, row, number, number < written)
+            return sums + (here >= age).astype(jnp.int32)
+
+        rounds = (written + width - 1) // width
+        return jnp.sum(lax.fori_loop(0, rounds, add, jnp.zeros((width,), jnp.int32)))
+
+    return count
+
+
 def _least_age(
-    ages: Callable[[jax.Array], jax.Array], slots: int, found: Survey, count: jax.Array
+    older_than: Callable[[jax.Array], jax.Array], found: Survey, count: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Bisect for the age of the youngest of `count` victims.
+    """Search for the age of the youngest of `count` victims.
+
+    In turn where it would be if slots were spread evenly over ages, which is near where they are
+    unused for long, and in the middle.
 
     Returns:
         (low, high, above): victims are the `above` slots of age >= high, and as many as are then
         missing of those of age >= low.
     """
-    zeros = jnp.zeros((slots,), jnp.int32)
     from_empty = found.empty >= count
 
     def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
-        low, high, _, reached = state
+        low, high, _, reached, _ = state
         return (low + 1 < high) & (reached != count)
 
-    def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        low, high, above, reached = state
-        age = middle(low, high)
-        add = lambda block, sums: sums + (ages(block) >= age).astype(jnp.int32)
-        older = jnp.sum(lax.fori_loop(0, found.blocks, add, zeros))
+    def cut(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        low, high, above, reached, turn = state
+        part = (count - above).astype(jnp.float32) / (reached - above).astype(jnp.float32)
+        even = high - ((high - low).astype(jnp.float32) * part).astype(jnp.int32)
+        age = jnp.where(turn % 2 == 0, even, middle(low, high))
+        age = jnp.clip(age, low + 1, high - 1)
+        older = older_than(age)
         enough = older >= count
         return (
             jnp.where(enough, age, low),
             jnp.where(enough, high, age),
             jnp.where(enough, above, older),
             jnp.where(enough, older, reached),
+            turn + 1,
         )
 
     start = (
@@ -180,6 +206,7 @@ def _least_age(
         jnp.where(from_empty, EMPTY + 1, found.oldest + 1),
         jnp.where(from_empty, 0, found.empty),
         jnp.where(from_empty, found.empty, found.free),
+        jnp.int32(0),
     )
-    low, high, above, _ = lax.while_loop(unfinished, halve, start)
+    low, high, above, *_ = lax.while_loop(unfinished, cut, start)
     return low, high, above

@@ -54,7 +54,15 @@ class PlanTables(NamedTuple):
 
 
 class PlanCounts(NamedTuple):
-    """Records per request: selected = hit + tail + fetched; staged is a part of fetched."""
+    """Records per request: selected = hit + tail + fetched; staged is a part of fetched.
+
+    Attributes:
+        selected: of the union of all queries.
+        hit: those with a hot slot.
+        tail: those in the tail.
+        fetched: those that are missing.
+        staged: of these, those for which the budget has no slot.
+    """
 
     selected: Int[Array, " R"]
     hit: Int[Array, " R"]
@@ -76,6 +84,7 @@ class PlanResult(NamedTuple):
         retire_position: the positions of `retiring` that get a hot slot; NO_SLOT skips.
         retire_slot: int32 slot that receives each of them.
         retire_evicted: int32 position that the slot held until now, NO_SLOT if it was empty.
+        held: int32 slots of a request that hold something after it.
         counts: what the plan found.
     """
 
@@ -86,4 +95,5 @@ class PlanResult(NamedTuple):
     retire_position: Int[Array, "R Q"]
     retire_slot: Int[Array, "R Q"]
     retire_evicted: Int[Array, "R Q"]
+    held: Int[Array, " R"]
     counts: PlanCounts

@@ -43,6 +43,20 @@ def retrieve(
 
     Raises:
         ValueError: the records of the host pool and the slots are of different sizes.
+
+    Examples:
+        Record 3 goes to slot 0; of the list only the first entry counts:
+
+        >>> import jax.numpy as jnp
+        >>> from pallas_kernels.retrieve.api import retrieve
+        >>> from pallas_kernels.retrieve.types import Fetches
+        >>> host, slots = jnp.arange(8).reshape(4, 2), jnp.zeros((2, 2), jnp.int32)
+        >>> fetches = Fetches(
+        ...     rows=jnp.array([[3, 1]]), targets=jnp.array([[0, 1]]), counts=jnp.array([1])
+        ... )
+        >>> retrieve(host, slots, fetches)
+        Array([[6, 7],
+               [0, 0]], dtype=int32)
     """
     check_pools(host, slots)
     refusal = tpu_records.supports(host, slots)

@@ -110,7 +110,7 @@ def retrieve_attend(
     scale: float,
     tuning: Tuning | None = None,
 ) -> tuple[tuple[Float[Array, "R 1 H value"], Float[Array, "R 1 H"]], Int[Array, "S W"]]:
-    """See `retrieve_attend.api`: the same kernel, which also brings what is missing."""
+    """See `pallas_kernels.retrieve_attend.api`: the same kernel, which also brings the missing."""
     options = {"offset": offset, "row_format": row_format, "value_width": value_width}
     work = prepare(query, slots, location, None, tuning, scale=scale, **options)
     splits, part = work.location.shape[1:]

@@ -6,7 +6,7 @@ the word's lane. The queries are laid out in the same way, once and outside of t
 the product over all lanes of all planes is that of the rows; and the values come out as planes,
 which are put together outside.
 
-With two numbers to a word and words [0 1] [2 3] [4 5], the planes are [0 2 4] and [1 3 5].
+With two numbers to a word and words of 0 1, 2 3 and 4 5, the planes are 0 2 4 and 1 3 5.
 
 Lanes of a plane that hold something else (scales, the other part of the row) are zeros on either
 side: what is there could be NaN.

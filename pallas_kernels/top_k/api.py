@@ -24,6 +24,12 @@ def top_k(
 
     Returns:
         int32 positions in ascending order; NO_SLOT at the end where fewer than `k` are selectable.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from pallas_kernels.top_k.api import top_k
+        >>> top_k(jnp.array([[[0.5, 2.0, -jnp.inf, 0.5]]]), 2)
+        Array([[[0, 1]]], dtype=int32)
     """
     refusal = triton.supports(scores.shape[2], k)
     match resolve("top_k", backend, refusal=refusal, tpu_refusal=tpu.supports(scores.shape[2], k)):

@@ -225,6 +225,7 @@ def test_command_replays_files_and_calibrated_traces(runs, tmp_path):
     done = CliRunner().invoke(app, ["--trace", str(path), *both, "--json", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "out").read_text())["rows"]
+    assert [text.split()[0] for text in done.stderr.splitlines()] == ["policy", "fixed", "resident"]
     assert [row["policy"] for row in rows] == ["fixed", "resident"]
     assert [row["fetched_rows"] for row in rows] == [result.total.fetched_rows, 0]
     small = ["--k", "16", "--history", "500", "--steps", "10", "--requests", "2"]

@@ -51,6 +51,26 @@ def test_every_level_is_reported(run, compared, prompt, tmp_path):
     assert [request.max_new_tokens for request in compared.requests] == [3]
 
 
+def test_progress_goes_to_standard_error(run, compared, prompt, monkeypatch):
+    def subjects_of(options, loaded, requests, check):
+        check()
+        return None, [check]
+
+    def compare(subjects, requests, texts, levels, check):
+        for counts, name in (
+            (levels.e0.counts, "steps of the engine"),
+            (levels.e1.counts, "tokens"),
+        ):
+            counts[name] += 1
+            check()
+            check()
+
+    monkeypatch.setattr(command, "subjects_of", subjects_of)
+    monkeypatch.setattr("dhisparse_jax.audit.levels.audit", compare)
+    result = run("audit", "-p", prompt("a.txt", b"text"))
+    assert [line.split()[0] for line in result.err.splitlines()] == ["continuing", "E2:", "E0,"]
+
+
 def test_what_is_refuted_is_named_and_fails(run, compared, prompt, tmp_path):
     compared.ends = lambda levels: levels.e0.add([FOUND])
     path = tmp_path / "audit.json"
@@ -120,7 +140,13 @@ def test_a_small_model_without_a_draft_is_proved(run, prompt, monkeypatch, polic
     model, params = toy(layers_per_pool=(1, 2), context=128)
     tokenizer = SimpleNamespace(encode=lambda data: tuple(byte % 61 for byte in data))
     loaded = SimpleNamespace(
-        name="toy", model=model, params=params, tokenizer=tokenizer, context=128, eos=()
+        name="toy",
+        model=model,
+        params=params,
+        tokenizer=tokenizer,
+        context=128,
+        eos=(),
+        mesh=None,
     )
     monkeypatch.setattr(session, "load_model", lambda *_, **__: loaded)
     texts = prompt("a.txt", b"a text that is longer than a selection"), prompt("b.txt", b"short")

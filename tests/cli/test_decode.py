@@ -27,6 +27,7 @@ def test_one_request_puts_its_text_alone_on_standard_output(run, fake, prompt):
     result = run("decode", "-p", prompt("a.txt", b"xa"), "-n", 5)
     assert result.code == 0
     assert result.out == b"bcdef"
+    assert "end early" not in result.err
     assert "What the hierarchy did" in result.err
     assert "a.txt, 2 tokens" in result.err
 
@@ -103,6 +104,14 @@ def test_document_can_go_to_a_device(run, fake, prompt):
     assert not os.path.isfile(os.devnull)
 
 
+def test_nothing_lies_beside_the_document_while_it_is_not_written(run, fake, prompt, tmp_path):
+    """So that `kill -9` leaves nothing."""
+    seen = set()
+    fake.engine.on_step = lambda step: seen.update(child.name for child in tmp_path.iterdir())
+    assert run("decode", "-p", prompt("a", b"a"), "--json", tmp_path / "out.json").code == 0
+    assert seen == {"a"}
+
+
 def test_failure_leaves_no_file_behind(run, fake, prompt, tmp_path):
     path = tmp_path / "out.json"
     assert "context" in run("decode", "-p", prompt("a", b"a" * 99), "--json", path).error
@@ -151,7 +160,9 @@ def test_requests_end_at_the_context_and_at_stop_tokens(run, fake, prompt, tmp_p
     fake.loaded = FakeLoaded(eos=(ord("e"),))
     path = tmp_path / "out.json"
     long = prompt("long", b"0" * 60)
-    run("decode", "-p", prompt("a", b"a"), "-p", long, "-n", 50, "--json", path)
+    result = run("decode", "-p", prompt("a", b"a"), "-p", long, "-n", 50, "--json", path)
+    line = "texts that end early: 1 of 2, after 4 of 50 new tokens; tiny has a context of 64"
+    assert line in result.err
     requests = json.loads(path.read_text())["requests"]
     assert [item["finish_reason"] for item in requests] == ["stop", "context"]
     assert requests[0]["tokens"] == list(b"bcde")

@@ -1,12 +1,15 @@
 """`dhisparse evaluate` on a model whose probabilities are known."""
 
+import contextlib
 import math
+import signal
 
 import pytest
 
+from dhisparse_jax.cli import session
 from dhisparse_jax.cli.evaluate import TOKENS_PER_STEP, Window, window_length, windows
 from dhisparse_jax.models.tokenizer import ByteTokenizer
-from tests.cli.fake_engine import FakeLoaded
+from tests.cli.fake_engine import FakeLoaded, fake_teacher_force
 
 # Of a byte after its predecessor in the alphabet, and of any other.
 EXPECTED, OTHER = 1.0, 1.0 + math.log2(255)
@@ -40,6 +43,21 @@ def test_a_file_longer_than_the_context_counts_every_byte_once(run, fake, prompt
     assert document["bits_per_byte"] == pytest.approx(bits / 300, rel=1e-6)
     assert fake.asked["positions"] == window_length(64)
     assert fake.asked["queries"] == TOKENS_PER_STEP
+
+
+def test_a_termination_ends_between_steps(run, fake, prompt, monkeypatch):
+    """Also where a library swallows what a signal handler raises."""
+
+    def swallowing(*arguments):
+        for event in fake_teacher_force(*arguments):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            yield event
+
+    monkeypatch.setattr(session, "teacher_force", swallowing)
+    result = run("evaluate", prompt("a", b"abcd"))
+    assert (result.code, result.out) == (130, b"")
+    assert "stopping after this step" in result.err
 
 
 def test_a_file_of_one_byte(run, fake, prompt):

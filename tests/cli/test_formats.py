@@ -7,6 +7,7 @@ import pytest
 
 from dhisparse_jax.cli import session
 from dhisparse_jax.cli.format_options import FormatName, FormatOptions
+from dhisparse_jax.configs.formats import check_history_formats
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models import registry
 
@@ -53,6 +54,15 @@ def test_other_formats_are_refused(run, commands, asked):
     error = run(*commands["decode"], "--kv-format", "fp6").error
     assert "'fp6' is not one of 'float32', 'bfloat16', 'fp8', 'fp4'" in error
     assert asked == {}
+
+
+def test_a_format_that_the_model_has_not_is_refused_by_its_option(run, commands, monkeypatch):
+    def load(name, dtype, *, kv_format, **_):
+        check_history_formats(kv_format, "float32", 64)
+
+    monkeypatch.setattr(registry, "load", load)
+    error = run(*commands["decode"], "--kv-format", "fp4").error
+    assert error.startswith("--kv-format is 'fp4', for which other models were trained; leave it")
 
 
 def test_documents_and_settings_name_the_formats():

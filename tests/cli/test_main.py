@@ -66,7 +66,7 @@ def test_a_fault_of_the_program_is_not_hidden(run, monkeypatch):
             RuntimeError("RESOURCE_EXHAUSTED: 9 bytes"),
             "out of memory: RESOURCE_EXHAUSTED: 9 bytes;",
         ),
-        (MemoryError(), "out of memory: on the host; lower --hot-rows or --batch"),
+        (MemoryError(), "out of memory on the host; shorten the texts, lower --batch or --host-"),
         (RuntimeError("Unable to initialize backend 'x'"), "Unable to initialize backend 'x'"),
     ],
 )

@@ -57,10 +57,28 @@ def test_too_little_device_memory(monkeypatch):
     cfg = config("fixed", 4)
     needed = sizes(cfg).device_bytes
     monkeypatch.setattr(memory, "free_device_bytes", lambda: needed - 1)
-    with pytest.raises(UserError, match=r"fixed state needs .* of device memory.*--hot-rows"):
+    with pytest.raises(UserError, match=r"fixed state needs .* of device memory.*lower --batch"):
         check_memory(cfg)
     monkeypatch.setattr(memory, "free_device_bytes", lambda: needed)
     assert check_memory(cfg) == sizes(cfg)
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        ("hot_bytes", r"9\.00 GiB of it are pages: lower --hot-rows \(now 4\), or lower --batch"),
+        ("index_bytes", r"index keys: shorten the texts \(room for 96 .* --index-format fp8, or"),
+        ("table_bytes", "tables and windows: shorten the texts"),
+        ("staging_bytes", r"use a shorter --draft-length \(now 3\) or --draft none"),
+    ],
+)
+def test_what_needs_most_says_what_to_change(monkeypatch, part, remedy):
+    cfg = dataclasses.replace(config("fixed", 4), queries=4, tail=8)
+    large = dataclasses.replace(sizes(cfg), **{part: 9 << 30})
+    monkeypatch.setattr(memory, "sizes", lambda *_: large)
+    monkeypatch.setattr(memory, "free_device_bytes", lambda: 0)
+    with pytest.raises(UserError, match=remedy):
+        check_memory(cfg)
 
 
 def test_too_little_host_memory(monkeypatch):
@@ -69,7 +87,8 @@ def test_too_little_host_memory(monkeypatch):
     both = sizes(cfg).host_bytes + sizes(cfg).device_bytes
     monkeypatch.setattr(memory, "free_host_bytes", lambda: both - 1)
     with pytest.raises(
-        UserError, match=r"host pools \(pinned_host\).*lower --batch \(now 3\) or --host-memory$"
+        UserError,
+        match=r"host pools \(pinned_host\).*room for 96 tokens each.*lower --batch \(now 3\) or",
     ):
         check_memory(cfg)
     monkeypatch.setattr(memory, "free_host_bytes", lambda: both)

@@ -207,13 +207,14 @@ class Model:
     def set_budgets(self, target):
         """Release the pages worth least, then grant free ones, lowest id first.
 
-        Where a hot pool releases any, all its page lists are ordered by worth.
+        Where any is released, all page lists are ordered by worth.
         """
         s = self.sizes
         self.control.rescale(self.budgets(), target)
+        every = [(pool, row) for members in s.hot for pool in members for row in range(s.requests)]
+        shrinks = any(len(self.held[turn].pages) > target[turn[0]][turn[1]] for turn in every)
         for hot, members in enumerate(s.hot):
             turns = [(pool, request) for pool in members for request in range(s.requests)]
-            shrinks = any(len(self.held[turn].pages) > target[turn[0]][turn[1]] for turn in turns)
             for held in (self.held[turn] for turn in turns if shrinks):
                 held.pages.sort(key=lambda page, held=held: -self._worth(held, page))
             for pool, request in turns:

@@ -61,7 +61,8 @@ def prepared(cfg, held, rates, lengths, saved, tried):
     place = jnp.arange(cfg.capacity, dtype=jnp.int32)[None]
     state = with_pool(state, 0, slot_of=jnp.where(place < held[:, None] * cfg.page_slots, 0, -1))
     benefit = dataclasses.replace(state.benefit, saved=saved[None], tried=tried[None])
-    return dataclasses.replace(state, miss_rate=rates[None], benefit=benefit)
+    full = jnp.minimum(held * cfg.page_slots, cfg.capacity)[None]
+    return dataclasses.replace(state, miss_rate=rates[None], benefit=benefit, hot_records=full)
 
 
 @cache

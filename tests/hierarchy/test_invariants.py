@@ -100,6 +100,8 @@ def held_page_without_an_owner(state):
     slot_of = state.pools[0].slot_of
     gone = (slot_of >= slots.start) & (slot_of < slots.stop)
     state = with_pool(state, 0, slot_of=np.where(gone, -1, slot_of))
+    left = state.hot_records[0] - gone.sum(axis=1)
+    state = dataclasses.replace(state, hot_records=changed(state.hot_records, 0, left))
     state = with_hot_field(state, "position", slots, -1)
     return with_hot_field(state, "owner", held, -1)
 

@@ -103,6 +103,7 @@ def test_equals_loops(name, implementation):
         assert (gone[len(expected.evicted) :] == -1).all()
         left = [p for p in expected.retire_evicted if p is not None]
         assert [p for p in result.retire_evicted[request].tolist() if p >= 0] == left
+        assert result.held[request] == len(held.slot_of)
         counts = [int(column[request]) for column in result.counts]
         found = [len(expected.location), expected.hits, expected.tails, len(expected.fetch)]
         assert counts == [*found, expected.staged]

@@ -60,7 +60,7 @@ def test_presets_say_what_is_kept():
 
 @pytest.mark.parametrize("changes", [{"kv_format": "fp4"}, {"index_format": "int8"}])
 def test_other_formats_are_refused(changes):
-    with pytest.raises(UserError, match="use one of computed, float32, bfloat16, fp8"):
+    with pytest.raises(UserError, match="leave it out, or use one of float32, bfloat16, fp8"):
         dataclasses.replace(TINY, **changes)
 
 

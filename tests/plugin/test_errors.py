@@ -6,6 +6,7 @@ import pytest
 
 from dhisparse_jax import Geometry, IndexInputs, RowFormat, plugin
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.plugin.rows import shape_of
 from tests.support.plugged import choose, rows, sizes
 
 
@@ -59,6 +60,15 @@ def test_a_group_selects_once():
         traced(sizes(), lambda step: attend(attend(step)))
 
 
+def test_a_layer_keeps_its_rows_once():
+    twice = lambda step: attend(attend(step, layer=1, select="choose"), layer=1, select=None)
+    with pytest.raises(UserError, match="layer 1 has kept its rows in this step"):
+        traced(sizes(), lambda step: twice(attend(step)))
+    scanned = lambda step: plugin.select(attend(step), 1, choose(step.positions))
+    with pytest.raises(UserError, match="layer 2 has kept its rows in this step"):
+        traced(sizes(), lambda step: attend(attend(scanned(step), 2, select=None), 2, select=None))
+
+
 def test_a_scan_selects_before_it():
     number = jnp.int32(0)
     with pytest.raises(UserError, match="select before the scan"):
@@ -78,6 +88,11 @@ def test_a_scan_selects_before_it():
 def test_keys_and_values_that_do_not_fit(row, query, message):
     with pytest.raises(UserError, match=message):
         traced(sizes(GQA), lambda step: attend(step, row=row, query=jnp.zeros((2, 1, *query))))
+
+
+def test_lists_are_no_arrays():
+    with pytest.raises(UserError, match="index keys of a group are a list; they must be an array"):
+        shape_of("index keys of a group", [[0.0, 1.0]])
 
 
 def test_bytes_are_read():
@@ -111,6 +126,7 @@ def test_a_prompt_that_does_not_fit(given, message):
     [
         (lambda: RowFormat.opaque(10), "a row of 10 x uint8 .* is not whole words of 4 bytes"),
         (lambda: RowFormat.mla(8, 3, "bfloat16"), "a row of 11 x bfloat16 .* pad it"),
+        (lambda: RowFormat.gqa(0, 8, "float32"), "rows of 0 heads; at least 1"),
         (lambda: RowFormat.gqa(3, 5, "bfloat16", value=4), "a row of 27 x bfloat16 in 3 parts"),
         (lambda: RowFormat.mla(8, 4, "float64"), "rows of 'float64'; there are float32, bfloat16"),
         (lambda: sizes(groups=()), r"layers_per_pool is \(\); a group has layers"),

@@ -121,7 +121,7 @@ def test_a_released_configuration_is_the_preset():
         ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe", "moe"]}, "not a run of 'hash_moe'"),
         ({"qk_rope_head_dim": 4}, "rotated channels is not clear: 4 and 8"),
         ({"swiglu_alpha": 1.7}, "swiglu_alpha"),
-        ({"o_groups": 3}, "do not split into 3 output_groups"),
+        ({"o_groups": 3}, "do not split into 3 o_groups"),
     ],
 )
 def test_what_is_not_implemented_is_refused_in_one_line(changes, message):
