@@ -255,8 +255,8 @@ def _rope_kind(rope: Mapping[str, Any]) -> object:
 
 def _check_known(raw: Mapping[str, Any]) -> None:
     """Raises UserError where an entry is set whose meaning is not known here."""
-    types = raw.get("layer_types")
-    if types is not None and (not isinstance(types, list) or types.count(_LAYER_TYPE) < len(types)):
+    types = raw.get("layer_types") or []
+    if not isinstance(types, list) or types.count(_LAYER_TYPE) < len(types):
         raise UserError(f"layer_types holds more than {_LAYER_TYPE!r}, which is not supported")
     refuse_unknown(raw, _READ | _WITHOUT_EFFECT | _FIXED.keys() | set(_SIZES.values()))
 
