@@ -225,8 +225,7 @@ def yarn(raw: Mapping[str, Any]) -> Yarn | None:
     refuse_unknown(rope, _ROPE)
     factor = number(rope, "factor")
     growth = lambda scale: 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-    part = number(rope, "mscale", 0.0)
-    whole = number(rope, "mscale_all_dim", 0.0)
+    part, whole = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     usual = growth(part) / growth(whole) if part and whole else growth(1.0)
     return Yarn(
         factor=factor,
