@@ -6,7 +6,7 @@ Commands
     simulate      what policies fetch for recorded or calibrated selections, without a model
     concurrency   how many requests run at once in the same memory, at the same time per token
     engine        what the engine costs beside the device's own steps
-    decode_gpu    one decode GPU of a deployment: policies and drafts on GLM-5.3 at real shapes
+    decode_gpu    one decode GPU of a deployment: policies and drafts, models at real shapes
     speculation   drafts and draft lengths against the load, on the bundled model
     kernels       every operation against its floor
     tune          variants of the kernels that have a choice, each checked before it is timed
@@ -30,6 +30,7 @@ What they share
     trials.py     a check and a time, of which `tune_select` makes many
     plan_variants.py  tunings of the plan that `tune_select` compares
     shard_*.py    one GPU's share of a model: weights, layers, experts, state, memory, cells, report
+                  (shard_protocol: what differs between GLM-5.x and DeepSeek-V4.1)
     replayed.py   selections and acceptance that a share of a model is made to follow
     stages.py     GPU time by stage, from a profile
     decode_plots.py  pictures of what decode_gpu wrote

@@ -1,4 +1,4 @@
-"""One decode GPU of a deployment: GLM-5.3 at real per-GPU shapes, policies, drafts and loads.
+"""One decode GPU of a deployment: a model at real per-GPU shapes, policies, drafts and loads.
 
 The step is the library's own (`dhisparse_jax.step`), with its hierarchy and kernels,
 over one GPU's share of the model (`bench.shard_model`), dispatched group by group
@@ -7,6 +7,8 @@ over one GPU's share of the model (`bench.shard_model`), dispatched group by gro
     python -m bench.decode_gpu --model glm-5.3 --json decode_gpu.json
     python -m bench.decode_gpu --cells fixed,adaptive --loads 4,8,16,32,48,64 --json sweep.json
     python -m bench.decode_gpu --cells resident,adaptive --loads 1,2,4 --json low.json
+    python -m bench.decode_gpu --model deepseek-v4.1-flash --context 500000 --loads 64 \
+        --cells resident_dspark,adaptive_dspark --json decode_gpu_v41.json
     python -m bench.decode_gpu --model tiny --context 512 --loads 2 --steps 4   # anywhere
 """
 
@@ -19,14 +21,14 @@ import jax
 import typer
 
 from bench.record import environment, save, write
-from bench.replayed import survival_for
 from bench.shard_memory import account
 from bench.shard_report import console, ratios, said, table_of, tell
 from bench.shard_run import Plan
 from bench.shard_session import Asked, Planned, Session, planned
+from bench.shard_setup import shard_of
 from bench.shard_sweep import bounded, compared_with_resident, row_of
 from dhisparse_jax.configs.gpus import Rates
-from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL
+from dhisparse_jax.configs.workload import survival_for
 from dhisparse_jax.engine.rates import Floors, measure_floors
 from dhisparse_jax.models.glm.memory import Account
 
@@ -40,7 +42,9 @@ HOST_SHARE = 0.8
 
 
 def main(  # noqa: PLR0913  # a command's options
-    model: Annotated[str, typer.Option(help="Preset: glm-5.3, or tiny.")] = "glm-5.3",
+    model: Annotated[
+        str, typer.Option(help="glm-5.3, deepseek-v4.1-flash, tiny, tiny-v4.1.")
+    ] = "glm-5.3",
     cells: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CELLS),
     loads: Annotated[str, typer.Option(help="Requests on this GPU, comma-separated.")] = "16",
     tpot_ms: Annotated[
@@ -70,7 +74,7 @@ def main(  # noqa: PLR0913  # a command's options
         plan=Plan(warm, steps, profile),
         layers=layers,
         gpus=gpus,
-        survival=PUBLISHED_SURVIVAL if accept_length is None else survival_for(accept_length),
+        survival=_survival(model, layers, gpus, accept_length),
         device_bytes=1e9 * (hbm_gb or _device_gb()),
         host_bytes=HOST_SHARE * host_gb * 2**30,
     )
@@ -126,8 +130,16 @@ def _device_gb() -> float:
     return float(stats.get("bytes_limit", 8e9)) / 1e9
 
 
+def _survival(
+    model: str, layers: int | None, gpus: int, accept_length: float | None
+) -> tuple[float, ...]:
+    """The acceptance profile of a model's drafts, or one with another mean."""
+    profile = shard_of(model, layers, gpus).survival
+    return profile if accept_length is None else survival_for(accept_length, profile)
+
+
 def _floors(model: str) -> Floors:
-    small = {"copy_bytes": 1 << 24, "side": 256} if model == "tiny" else {}
+    small = {"copy_bytes": 1 << 24, "side": 256} if model.startswith("tiny") else {}
     return measure_floors(5, **small)
 
 

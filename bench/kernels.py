@@ -25,6 +25,7 @@ from rich.table import Table
 from bench.ops import (
     backup,
     index_scores,
+    packed_products,
     plan,
     retrieve,
     retrieve_attend,
@@ -47,6 +48,7 @@ OPERATIONS: dict[str, Any] = {
     "top_k": top_k,
     "sparse_attention": sparse_attention,
     "retrieve_attend": retrieve_attend,
+    "packed_products": packed_products,
 }
 
 CONSOLE = Console(stderr=True, width=None if sys.stderr.isatty() else 140)

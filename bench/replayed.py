@@ -16,28 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from bench.script import script
 from bench.traces import trace
-from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, tokens_per_step
-from dhisparse_jax.errors import UserError
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.sampling import Sampler
 from dhisparse_jax.speculation.protocol import Drafter, DraftState, Proposal
-
-
-def survival_for(mean: float) -> tuple[float, ...]:
-    """The published profile raised to the power with which a step has so many tokens.
-
-    Raises:
-        UserError: if no power does.
-    """
-    least, most = 1.0, 1.0 + len(PUBLISHED_SURVIVAL)
-    if not least < mean < most:
-        raise UserError(f"a mean of {mean:g} tokens per step is not between {least:g} and {most:g}")
-    low, high = 0.0, 64.0
-    for _ in range(60):
-        power = (low + high) / 2
-        survival = tuple(share**power for share in PUBLISHED_SURVIVAL)
-        low, high = (power, high) if tokens_per_step(survival) > mean else (low, power)
-    return survival
 
 
 @pytree
@@ -138,21 +119,27 @@ def accepted_proposals(
     return (chance[:, None] < survival[None]).sum(axis=1, dtype=jnp.int32)
 
 
-def selections(count: int, *, k: int, history: int, rows: int) -> Int[np.ndarray, "traces rows K"]:
+def selections(
+    count: int, *, k: int, history: int, rows: int, rate: int = 1
+) -> Int[np.ndarray, "traces rows K"]:
     """What so many texts select from position `history` on, ascending.
 
     Positions are named in the order of their last selection, so what an admission keeps, the newest
-    positions, is what a cache in steady state would hold.
+    positions, is what a cache in steady state would hold. Where a record stands for `rate`
+    positions, which must divide `history`, records take the place of positions.
     """
-    made = [trace(k=k, history=history, steps=rows, seed=seed) for seed in range(count)]
+    made = [
+        trace(k=k, history=history // rate, steps=rows, rate=rate, seed=seed)
+        for seed in range(count)
+    ]
     return np.sort(script(made).windows[:, :, 0], axis=-1)
 
 
-def followed(pools: int, requests: int, traces: int) -> Int[np.ndarray, "pools R"]:
-    """Which trace each pool and request follows: no two of a pool the same, if there are enough.
+def followed(selections: int, requests: int, traces: int) -> Int[np.ndarray, "selections R"]:
+    """Which trace each selection and request follows: no two of one the same, if there are enough.
 
-    The pools of a request follow different ones. Every pool is planned by itself, so it does not
-    matter to the figures that another request has the same trace in another pool.
+    The selections of a request follow different ones. Every pool is planned by itself, so it does
+    not matter to the figures that another request has the same trace in another pool.
     """
-    pool, request = np.arange(pools)[:, None], np.arange(requests)[None]
-    return ((request + 5 * pool) % traces).astype(np.int32)
+    number, request = np.arange(selections)[:, None], np.arange(requests)[None]
+    return ((request + 5 * number) % traces).astype(np.int32)

@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from bench.replayed import ReplayedDraft, ReplayedDrafter
-from bench.shard_model import ShardParams
+from bench.shard_replay import ShardParams
 from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
 from dhisparse_jax.engine.output import Packed, places
 from dhisparse_jax.geometry import Geometry
@@ -60,11 +60,13 @@ def replaying(drafter: Drafter, vocabulary: int) -> Drafter:
 
 
 def full_ring(state: DraftState, history: int) -> DraftState:
-    """Draft rings as they are after `history` positions, with random content."""
+    """Draft rings as they are after `history` positions, with random content; words are zeros."""
     if not isinstance(state, Ring):
         return state
     keys, values = (
         jax.random.normal(jax.random.key(number), leaf.shape, leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else leaf
         for number, leaf in enumerate((state.keys, state.values))
     )
     return Ring(keys=keys, values=values, next=jnp.full_like(state.next, history))

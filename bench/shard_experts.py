@@ -1,13 +1,14 @@
 """The experts of one GPU's share: which tokens each gets, and running them."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from bench.shard_products import activated, along_last, times_each, wide_product
-from bench.shard_weights import Mlp, Moe, mixed
+from bench.shard_products import along_last, wide_product
+from bench.shard_weights import Moe, mixed
 from dhisparse_jax.configs.glm import GlmConfig
 
 SPREAD = 5.5
@@ -46,18 +47,23 @@ def expert_room(pairs: int, experts: int) -> int:
     return -(-most // ROOM_UNIT) * ROOM_UNIT
 
 
+Blocks = Callable[[Float[Array, "e m D"], Int[Array, " e"]], Float[Array, "e m D"]]
+"""A block of rows of every expert, and how many there are, through it."""
+
+
 def run_experts(
-    experts: Mlp,
+    run: Blocks,
+    count: int,
     x: Float[Array, "n D"],
     expert: Int[Array, "n picks"],
     weight: Float[Array, "n picks"],
 ) -> Float[Array, "n D"]:
-    """The weighted sum of the picked experts' outputs.
+    """The weighted sum of the picked ones' outputs, of so many experts.
 
     Every expert gets `expert_room` rows, and its picks in the order of the tokens. What finds no
     room is left out: less than one pick in a thousand steps of 75 layers.
     """
-    count, picks = experts.down.numbers.shape[0], expert.shape[1]
+    picks = expert.shape[1]
     room = expert_room(expert.size, count)
     flat = expert.reshape(-1)
     mine = flat[:, None] == jnp.arange(count, dtype=jnp.int32)[None]
@@ -66,8 +72,8 @@ def run_experts(
     token = jnp.arange(flat.shape[0], dtype=jnp.int32) // picks
     source = jnp.zeros(count * room, jnp.int32).at[place].set(token, mode="drop")
     rows = _gathered(x, source).reshape(count, room, -1)
-    done = times_each(activated(times_each(rows, experts.gate_up)), experts.down)
-    found = _gathered(done.reshape(count * room, -1), jnp.minimum(place, count * room - 1))
+    done = run(rows, mine.sum(axis=0, dtype=jnp.int32)).reshape(count * room, -1)
+    found = _gathered(done, jnp.minimum(place, count * room - 1))
     factor = jnp.where(rank < room, weight.reshape(-1), 0.0)
     found = (found.astype(jnp.float32) * factor[:, None]).reshape(*expert.shape, -1)
     return found.sum(axis=1).astype(x.dtype)

@@ -7,10 +7,8 @@ import numpy as np
 
 from bench.shard_cells import Cell
 from bench.shard_load import Loaded
-from dhisparse_jax.configs.gpus import H200, Rates
-from dhisparse_jax.configs.workload import PUBLISHED_TOKENS_PER_STEP
-from dhisparse_jax.models.glm.costs import StepLoad, stage_seconds, step_seconds, step_work
-from dhisparse_jax.models.glm.planner import expected
+from dhisparse_jax.configs.gpus import Rates
+from dhisparse_jax.models.glm.costs import StepLoad, stage_seconds, step_seconds
 from dhisparse_jax.step import StepOutput
 
 TOGETHER = "retrieve and attend"
@@ -29,12 +27,14 @@ def figures_of(
 ) -> dict[str, Any]:
     """What the timed steps did, beside the least that they must take."""
     setup, cfg = loaded.setup, loaded.setup.config(cell)
-    config, experts = setup.model.config, setup.model.experts
+    model, config = setup.model, setup.model.config
     steps = len(outputs)
     tokens = sum(int(output.count.sum()) for output in outputs)
-    selected = np.mean([output.records.selected for output in outputs])
+    # Of a selection; a pool counts all that are made from its records.
+    each = cfg.pools / sum(model.selections)
+    selected = each * np.mean([output.records.selected for output in outputs])
+    staged = each * np.mean([output.records.staged for output in outputs])
     fetched = np.mean([output.records.fetched[0] for output in outputs], axis=0)
-    staged = np.mean([output.records.staged for output in outputs])
     words = np.asarray([cfg.record_words(pool) for pool in range(cfg.pools)])
     link = 4.0 * float((fetched.sum(axis=1) * words).sum())
     load = StepLoad(
@@ -44,10 +44,10 @@ def figures_of(
         attended=float(selected),
         fetched=float(fetched.mean()),
     )
-    work = step_work(config, experts, cfg, load, loaded.draft_bytes)
+    work = model.step_work(cfg, load, loaded.draft_bytes)
     floor = step_seconds(work, rates)
     step = seconds / steps
-    at_mean = PUBLISHED_TOKENS_PER_STEP if setup.drafter.length else 1.0
+    at_mean = model.published_tokens if setup.drafter.length else 1.0
     return {
         "tokens_per_s": tokens / seconds,
         "tokens_per_s_at_published_mean": cell.requests * at_mean / step,
@@ -56,31 +56,16 @@ def figures_of(
         "steps": steps,
         "tokens_per_step": tokens / steps / cell.requests,
         "union": float(selected) / config.index_top_k,
-        "fetched_per_k": float(fetched.mean()) / config.index_top_k,
-        "fetched_share": float(fetched.mean() / selected),
+        "fetched_per_k": each * float(fetched.mean()) / config.index_top_k,
+        "fetched_share": each * float(fetched.mean()) / float(selected),
         "staged_share": float(staged / selected),
         "link_gb_per_step": link / 1e9,
         "floor_ms": 1e3 * floor,
         "floor_ratio": step / floor,
         "floor_stages_ms": {s: 1e3 * t for s, t in stage_seconds(work, rates).items()},
-        "expected": _expected(loaded, cell, history, tokens / steps / cell.requests, step),
-    }
-
-
-def _expected(
-    loaded: Loaded, cell: Cell, history: int, tokens: float, step: float
-) -> dict[str, Any]:
-    """What `dhisparse plan` says of the cell on an H200, and how much longer it took."""
-    model, cfg = loaded.setup.model, loaded.setup.config(cell)
-    found = expected(
-        model.config, model.experts, cfg, history, tokens, loaded.draft_bytes, gpu=H200
-    )
-    return {
-        "step_ms": 1e3 * found.seconds,
-        "measured_over_expected": step / found.seconds,
-        "fetched_share": found.fetched_share,
-        "exposed_ms": 1e3 * found.exposed,
-        "stages_ms": {stage: 1e3 * seconds for stage, seconds in found.stages.items()},
+        "expected": model.expected(
+            cfg, history, tokens / steps / cell.requests, loaded.draft_bytes, step
+        ),
     }
 
 

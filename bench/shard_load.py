@@ -10,9 +10,9 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Int
 
 from bench.replayed import ReplayedDraft, followed
-from bench.shard_model import Replay, ShardParams
+from bench.shard_replay import Replay, ShardParams
 from bench.shard_setup import Setup
-from bench.shard_weights import Weights, random_like
+from bench.shard_weights import random_like
 from dhisparse_jax.models.draft.drafter import DrafterParams
 
 
@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 
 def load(
     setup: Setup,
-    weights: Weights,
+    weights: Any,  # noqa: ANN401
     chosen: Int[np.ndarray, "traces rows K"],
     context: int,
     survival: Sequence[float],
@@ -45,7 +45,7 @@ def load(
     replay = replay_arrays(
         shapes,
         chosen[:, : shapes.selections.shape[1]],
-        followed(len(config.groups), shapes.text.shape[0], len(chosen)),
+        paths(setup, len(chosen)),
         rng.integers(0, config.vocab_size, shapes.text.shape, np.int32),
         context,
     )
@@ -53,8 +53,22 @@ def load(
     return Loaded(setup, ShardParams(weights=weights, replay=replay), draft, size)
 
 
+def paths(setup: Setup, traces: int) -> Int[np.ndarray, "selections R"]:
+    """Which trace each selection and request follows: one that has the rate of the pool."""
+    model, requests = setup.model, setup.params.replay.text.shape[0]
+    rates = [model.geometry.rate(pool) for pool in range(model.geometry.pools)]
+    each = traces // len(set(rates))
+    first = [sorted(set(rates)).index(rate) * each for rate in rates]
+    return followed(sum(model.selections), requests, each) + np.repeat(first, model.selections)[
+        :, None
+    ].astype(np.int32)
+
+
 def draft_of(
-    setup: Setup, weights: Weights, replay: Replay, survival: Sequence[float]
+    setup: Setup,
+    weights: Any,  # noqa: ANN401
+    replay: Replay,
+    survival: Sequence[float],
 ) -> tuple[int, Any]:
     """Bytes of the draft's own weights, and what the drafter takes; nothing without one."""
     drafter = setup.drafter
@@ -62,7 +76,8 @@ def draft_of(
         return 0, ()
     shapes = setup.draft_params.inner
     own = random_like(shapes["draft"], -1 % 2**20)
-    inner = DrafterParams(draft=own, embedding=weights.embedding, head=weights.head)
+    embedding, head = setup.model.vocabulary_of(weights)
+    inner = DrafterParams(draft=own, embedding=embedding, head=head)
     profile = [*survival, *[survival[-1]] * drafter.length][: drafter.length]
     params = ReplayedDraft(
         inner=inner,

@@ -17,8 +17,11 @@ def account(setup: Setup, cell: Cell) -> Account:
     """What a cell has in memory."""
     model, drafter = setup.model, setup.drafter
     draft = tree_bytes(setup.draft_params.inner["draft"]) if drafter.length else 0
-    held = memory.account(model.config, model.experts, setup.config(cell), drafter, draft)
-    return held._replace(bytes={**held.bytes, "replayed": tree_bytes(setup.params.replay)})
+    cfg = setup.config(cell)
+    held = memory.account(model.weight_bytes(), model.config.vocab_size, cfg, drafter, draft)
+    workspace = held.bytes["workspace"] + model.scores_bytes(cfg)
+    replayed = tree_bytes(setup.params.replay)
+    return held._replace(bytes={**held.bytes, "workspace": workspace, "replayed": replayed})
 
 
 def fitted(setup: Setup, cell: Cell, limit: float) -> Cell:

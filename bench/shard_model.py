@@ -20,11 +20,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from bench.shard_experts import route, run_experts, uniform_picks
-from bench.shard_products import along_last, gated, per_head, rms_norm, times, wide_product
-from bench.shard_weights import Indexer, Layer, Mlp, Moe, Weights
+from bench.shard_products import (
+    along_last,
+    gated,
+    per_head,
+    rms_norm,
+    times,
+    times_each,
+    wide_product,
+)
+from bench.shard_replay import Replay, ShardParams, replayed, with_text
+from bench.shard_weights import Indexer, Layer, Mlp, Moe
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.select import IndexInputs
@@ -33,38 +42,6 @@ from dhisparse_jax.models.glm.decode import geometry_of
 from dhisparse_jax.models.glm.norms import normalised
 from dhisparse_jax.models.glm.rope import rotate, rotate_first
 from dhisparse_jax.models.history import in_basis
-from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.ids import NO_SLOT
-
-CERTAIN = 1e9
-"""What is added to the logit of the token that the target must choose."""
-
-
-@pytree
-class Replay:
-    """What is replayed.
-
-    Attributes:
-        on: whether anything is.
-        selections: int32 ascending; row i of a trace is what position `history + i` selects.
-        trace: which trace each pool and request follows.
-        history: positions before the first row of the traces.
-        text: tokens that the target chooses at each query.
-    """
-
-    on: Bool[Array, ""]
-    selections: Int[Array, "traces rows K"]
-    trace: Int[Array, "pools R"]
-    history: Int[Array, ""]
-    text: Int[Array, "R T"]
-
-
-@pytree
-class ShardParams:
-    """Weights, and what is replayed."""
-
-    weights: Weights
-    replay: Replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +50,7 @@ class ShardModel:
 
     Attributes:
         config: sizes of the whole model, or of what one of several chips has of it
-            (`bench.shard_setup.split`).
+            (`bench.shard_glm.split`).
         experts: routed experts per layer on this GPU.
         dtype: of the computation.
     """
@@ -105,9 +82,7 @@ class ShardModel:
         """Final norm and head; the replayed token is by far the best."""
         x = rms_norm(x, params.weights.norm, self.config.norm_eps)
         logits = jnp.matmul(x, params.weights.head, preferred_element_type=jnp.float32)
-        token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
-        chosen = params.replay.on & (token == params.replay.text[..., None])
-        return logits + jnp.where(chosen, CERTAIN, 0.0)
+        return with_text(params.replay, logits)
 
     def run_group(
         self,
@@ -163,15 +138,9 @@ class ShardModel:
             expert = jnp.where(replay.on, drawn, expert % self.experts)
         with jax.named_scope("experts"):
             flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
-            routed = run_experts(mlp.experts, flat(x), flat(expert), flat(weight))
+            run = lambda rows, _: gated(mlp.experts, rows, times_each)
+            routed = run_experts(run, self.experts, flat(x), flat(expert), flat(weight))
         return shared + routed.reshape(x.shape)
-
-
-def replayed(replay: Replay, pool: int, positions: Int[Array, "R T"]) -> Int[Array, "R T K"]:
-    """What the queries at these positions select; NO_SLOT where nothing is replayed."""
-    row = jnp.clip(positions - replay.history, 0, replay.selections.shape[1] - 1)
-    chosen = replay.selections[replay.trace[pool][:, None], row]
-    return jnp.where(replay.on, chosen, NO_SLOT)
 
 
 def project(

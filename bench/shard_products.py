@@ -1,11 +1,16 @@
 """Products with the matrices of `bench.shard_weights`, and what lies between them."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from bench.shard_weights import Matrix, Mlp
 from dhisparse_jax.models.glm.norms import normalised
+
+Times = Callable[[Float[Array, "*n in"], Matrix], Float[Array, "*n out"]]
+"""Rows times a matrix, or blocks of rows times one each."""
 
 
 def along_last(vector: Float[Array, " w"], ndim: int) -> Float[Array, "..."]:
@@ -46,8 +51,8 @@ def per_head(x: Float[Array, "R T H in"], matrix: Matrix) -> Float[Array, "R T H
     return times_each(rows, matrix).swapaxes(0, 1).reshape(*x.shape[:3], -1)
 
 
-def gated(mlp: Mlp, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """`down(silu(gate x) * up x)`."""
+def gated(mlp: Mlp, x: Float[Array, "*n D"], times: Times = times) -> Float[Array, "*n D"]:
+    """`down(silu(gate x) * up x)`, of one MLP, or with `times_each` of several."""
     return times(activated(times(x, mlp.gate_up)), mlp.down)
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from bench.shard_model import Replay, ShardModel, ShardParams
-from bench.shard_weights import Layer, Weights
+from bench.shard_protocol import Shard
+from bench.shard_replay import Replay, ShardParams, as_that_of
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.output import Packed, packed
 from dhisparse_jax.hierarchy.append import query_positions
@@ -59,10 +59,10 @@ class Parts:
 
 
 def begin(
-    model: ShardModel,
+    model: Shard,
     speculation: Speculation,
     cfg: HierarchyConfig,
-    embedding: Float[Array, "V D"],
+    params: ShardParams,
     draft_params: Any,  # noqa: ANN401
     profile: Profile,
     state: DecodeState,
@@ -70,15 +70,15 @@ def begin(
     """Ask, and embed."""
     asked = ask(speculation, cfg, draft_params, profile, state)
     with jax.named_scope("embed"):
-        return asked, embedding[asked.block].astype(model.dtype)
+        return asked, model.embed(params, asked.block)
 
 
 def group(  # noqa: PLR0913  # what jit binds, and what it is called with
-    model: ShardModel,
+    model: Shard,
     cfg: HierarchyConfig,
     stands: int,
-    tapped: bool,
-    layers: tuple[Layer, ...],
+    places: tuple[int, ...],
+    weights: Any,  # noqa: ANN401
     replay: Replay,
     where: tuple[Place, Place],
     x: Float[Array, "R T D"],
@@ -87,7 +87,10 @@ def group(  # noqa: PLR0913  # what jit binds, and what it is called with
     rest: HierarchyState,
     parts: Parts,
 ) -> tuple[Float[Array, "R T D"], tuple[Float[Array, "R T D"], ...], Parts, dict[str, Any]]:
-    """The group of pool `where[0]`, which is `where[1]` in its hot pool, as that of `stands`."""
+    """The group of pool `where[0]`, which is `where[1]` in its hot pool, as that of `stands`.
+
+    Drafters read the layers at `places` of it.
+    """
     pool, member = where
     sizes = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     view = OneOfItsKind(**sizes, member=member)
@@ -98,11 +101,11 @@ def group(  # noqa: PLR0913  # what jit binds, and what it is called with
         hot=_alone(parts.hot, number),
         active=rest.active & (live > 0),
     )
-    places = tuple(range(len(layers))) if tapped else ()
+    params = ShardParams(weights=weights, replay=as_that_of(replay, model.selections, stands, pool))
     x, taps, state = decode_group(
         model,
         view,
-        _params_of(model, stands, layers, replay, pool),
+        params,
         state,
         stands,
         x,
@@ -133,20 +136,8 @@ def _alone(one: Any, place: int) -> Any:  # noqa: ANN401
     return (*(None for _ in range(place)), one)
 
 
-def _params_of(
-    model: ShardModel, stands: int, layers: tuple[Layer, ...], replay: Replay, pool: Place
-) -> ShardParams:
-    """The weights of a group in the places of another one's, which follows its traces."""
-    first = model.config.groups[stands][0]
-    nothing: Any = None
-    every = (*(nothing for _ in range(first)), *layers)
-    weights = Weights(embedding=nothing, head=nothing, norm=nothing, layers=every)
-    trace = with_row(replay.trace, stands, replay.trace[pool])
-    return ShardParams(weights=weights, replay=dataclasses.replace(replay, trace=trace))
-
-
 def end(  # noqa: PLR0913  # what jit binds, and what it is called with
-    model: ShardModel,
+    model: Shard,
     speculation: Speculation,
     cfg: HierarchyConfig,
     params: ShardParams,

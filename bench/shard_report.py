@@ -5,8 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.shard_session import Asked, Planned
-from dhisparse_jax.configs.workload import PUBLISHED_TOKENS_PER_STEP, tokens_per_step
+from bench.shard_session import Asked, Planned, draft_of
+from dhisparse_jax.configs.workload import tokens_per_step
 from dhisparse_jax.engine.rates import Floors
 
 console = Console(stderr=True)
@@ -16,6 +16,7 @@ def said(asked: Asked, cells: list[Planned], floors: Floors) -> dict[str, Any]:
     """What every result says at its top."""
     setup = cells[0].setup
     config, held = setup.model.config, asked.host_requests
+    own = setup.model.said(asked.gpus)
     shared = f"; beyond {held} requests, they share host pages" if held < max(asked.loads) else ""
     return {
         "model": {
@@ -29,9 +30,7 @@ def said(asked: Asked, cells: list[Planned], floors: Floors) -> dict[str, Any]:
         "floors": floors._asdict(),
         "executed": [
             f"decode_step of the library, all kernels, requests of {asked.context} positions",
-            f"{config.num_layers} layers: attention, indexer with top-K, norms, router, shared "
-            f"expert, {setup.model.experts} of {config.num_experts} experts, head; weights random, "
-            "fp8 with a scale per output channel, bfloat16 products",
+            *own.executed,
             "the draft model, with random weights, its ring full",
             f"host pools of {held} requests in pinned memory{shared}",
             "retrieval, backup and adaptation",
@@ -42,23 +41,23 @@ def said(asked: Asked, cells: list[Planned], floors: Floors) -> dict[str, Any]:
             f"experts: {asked.gpus} GPUs' tokens as uniform picks, so each expert has the load "
             "that they send; no all-to-all",
             f"acceptance: survival by position {[round(x, 3) for x in asked.survival]}, "
-            f"{tokens_per_step(asked.survival):.2f} tokens per step (the profile is published for "
-            f"a DSpark of GLM-5.2; the mean published beside it is {PUBLISHED_TOKENS_PER_STEP})",
-            "tokens_per_s_at_published_mean: the measured step, with that mean; not measured",
-            "sizes of the draft, as far as they are not published (models.draft.glm_drafts)",
+            f"{tokens_per_step(asked.survival):.2f} tokens per step",
+            "tokens_per_s_at_published_mean: the measured step, with "
+            f"{setup.model.published_tokens} tokens; not measured",
+            *own.modelled,
             "one host per GPU: the link is not shared",
         ],
     }
 
 
 def ratios(cells: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of each cell, in units of `fixed` and of `adaptive`."""
-    found = {}
-    for base in ("resident", "fixed", "adaptive"):
-        if base in cells:
-            for name, cell in cells.items():
-                found[f"{name}/{base}"] = cell["tokens_per_s"] / cells[base]["tokens_per_s"]
-    return found
+    """Tokens per second of each cell, in units of those without a draft or with the same one."""
+    return {
+        f"{name}/{base}": cell["tokens_per_s"] / cells[base]["tokens_per_s"]
+        for base in cells
+        for name, cell in cells.items()
+        if draft_of(base) in ("none", draft_of(name))
+    }
 
 
 def tell(name: str, figures: dict[str, Any]) -> None:

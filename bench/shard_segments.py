@@ -15,28 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from bench import shard_programs as programs
-from bench.shard_model import ShardModel, ShardParams
 from bench.shard_programs import Parts, Place
+from bench.shard_protocol import Shard
+from bench.shard_replay import ShardParams
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.output import Packed
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.model import layers_of
+from dhisparse_jax.model import layers_of, places_of
 from dhisparse_jax.speculation.schedule import Profile
 from dhisparse_jax.step import DecodeState, Speculation
-
-
-class Kind(NamedTuple):
-    """What the groups that share a program have in common: hot pool, and the kind of each layer."""
-
-    hot: int
-    routed: tuple[bool, ...]
-
-
-def kind_of(model: ShardModel, cfg: HierarchyConfig, pool: int) -> Kind:
-    """The kind of a group."""
-    dense = model.config.num_dense_layers
-    layers = model.config.groups[pool]
-    return Kind(cfg.hot_pool_of(pool)[0], tuple(number >= dense for number in layers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +31,10 @@ class Segments:
     """The programs of a step, and which pool stands for which.
 
     Attributes:
+        model: the share.
         cfg: sizes of the hierarchy.
         taps: layers that the drafter reads.
+        places: of these in the groups that a program runs, by the pool that stands for its kind.
         model_pool: for each pool, the one whose program runs it.
         where: each pool, and its place in its hot pool, on the device: sent once.
         begin: asks, and embeds.
@@ -53,8 +42,10 @@ class Segments:
         end: settles.
     """
 
+    model: Shard
     cfg: HierarchyConfig
     taps: tuple[int, ...]
+    places: dict[int, tuple[int, ...]]
     model_pool: tuple[int, ...]
     where: tuple[tuple[Place, Place], ...]
     begin: Callable[..., Any]
@@ -76,7 +67,7 @@ class Segments:
             operands = self.group_operands(params, pool, hierarchy, x, asked)
             x, here, parts, rows = self.groups[stands](*operands)
             hierarchy = with_parts(hierarchy, self.cfg, pool, parts, rows)
-            layers = layers_of(self.cfg.geometry, pool, tuple(range(len(here))))
+            layers = layers_of(self.cfg.geometry, pool, self.places[stands])
             tapped |= zip(layers, here, strict=True)
         features = tuple(tapped[layer] for layer in self.taps)
         state = dataclasses.replace(state, hierarchy=hierarchy)
@@ -91,7 +82,8 @@ class Segments:
     ) -> tuple[Any, ...]:
         """What `begin` takes."""
         bare = dataclasses.replace(state, hierarchy=_rest(state.hierarchy))
-        return params.weights.embedding, draft_params, profile, bare
+        own = self.model.begin_weights(params.weights)
+        return ShardParams(weights=own, replay=params.replay), draft_params, profile, bare
 
     def group_operands(
         self,
@@ -104,10 +96,9 @@ class Segments:
         """What the program of a group takes."""
         number, _ = self.cfg.hot_pool_of(pool)
         parts = Parts(pool=hierarchy.pools[pool], hot=hierarchy.hot[number])
-        own = layers_of(self.cfg.geometry, pool, tuple(range(self._layers(pool))))
-        layers = tuple(params.weights.layers[number] for number in own)
+        own = self.model.group_weights(params.weights, pool, self.model_pool[pool])
         tokens, rest = (asked.block, asked.live), _rest(hierarchy)
-        return layers, params.replay, self.where[pool], x, *tokens, rest, parts
+        return own, params.replay, self.where[pool], x, *tokens, rest, parts
 
     def end_operands(
         self,
@@ -119,35 +110,39 @@ class Segments:
         features: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """What `end` takes, but for the place of the output."""
-        nothing: Any = None
-        outer = dataclasses.replace(params.weights, layers=(), embedding=nothing)
-        outer = ShardParams(weights=outer, replay=params.replay)
+        own = self.model.end_weights(params.weights)
+        outer = ShardParams(weights=own, replay=params.replay)
         return outer, draft_params, asked, x, features, state
 
-    def _layers(self, pool: int) -> int:
-        return self.cfg.geometry.layers_per_pool[pool]
 
-
-def segments(model: ShardModel, speculation: Speculation, cfg: HierarchyConfig) -> Segments:
+def segments(model: Shard, speculation: Speculation, cfg: HierarchyConfig) -> Segments:
     """The programs of a step; each compiles when it is first called, or with `lower`."""
-    kinds = [kind_of(model, cfg, pool) for pool in range(cfg.pools)]
+    kinds = [(cfg.hot_pool_of(pool)[0], model.kind(pool)) for pool in range(cfg.pools)]
     stands = tuple(kinds.index(kind) for kind in kinds)
     taps = speculation.drafter.taps
-    own = lambda pool: partial(programs.group, model, cfg, pool, bool(taps))
-    group = lambda pool: _named(own(pool), Which("groups", pool).name, (7,))
+    places = {pool: _tapped(cfg, stands, pool, taps) for pool in sorted(set(stands))}
+    own = lambda pool: partial(programs.group, model, cfg, pool, places[pool])
     return Segments(
+        model=model,
         cfg=cfg,
         taps=taps,
+        places=places,
         model_pool=stands,
         where=tuple(
             (jnp.int32(pool), jnp.int32(cfg.hot_pool_of(pool)[1])) for pool in range(cfg.pools)
         ),
         begin=_named(partial(programs.begin, model, speculation, cfg), "begin", ()),
-        groups={
-            pool: _named(group(pool), Which("groups", pool).name, (7,)) for pool in set(stands)
-        },
+        groups={pool: _named(own(pool), Which("groups", pool).name, (7,)) for pool in places},
         end=_named(partial(programs.end, model, speculation, cfg), "end", (5, 6)),
     )
+
+
+def _tapped(
+    cfg: HierarchyConfig, stands: tuple[int, ...], pool: int, taps: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Places of what a drafter reads in any of the groups that a pool stands for."""
+    others = (other for other, stand in enumerate(stands) if stand == pool)
+    return tuple(sorted({p for other in others for p in places_of(cfg.geometry, other, taps)}))
 
 
 class Which(NamedTuple):
@@ -168,10 +163,13 @@ def lowered(seg: Segments, operands: tuple[Any, ...]) -> Iterator[tuple[Which, A
     begin = seg.begin_operands(params, draft_params, profile, state)
     yield Which("begin"), seg.begin.lower(*begin)  # type: ignore[attr-defined]
     asked, x = jax.eval_shape(seg.begin, *begin)
+    tapped: tuple[Any, ...] = ()
     for pool, program in seg.groups.items():
         group = seg.group_operands(params, pool, state.hierarchy, x, asked)
+        if seg.places[pool]:
+            _, tapped, *_ = jax.eval_shape(program, *group)
         yield Which("groups", pool), program.lower(*group)  # type: ignore[attr-defined]
-    features = tuple(x for _ in seg.taps)
+    features = tuple(tapped[0] for _ in seg.taps)
     end = seg.end_operands(params, draft_params, state, asked, x, features)
     yield Which("end"), seg.end.lower(*end, place)  # type: ignore[attr-defined]
 

@@ -17,14 +17,20 @@ from bench.shard_compile import Program, compile_step
 from bench.shard_load import Loaded, load
 from bench.shard_memory import fitted
 from bench.shard_run import Common, Plan, run_cell
-from bench.shard_setup import HOST_PAGE, Setup, abstract_setup, capacity_of, host_requests
+from bench.shard_setup import (
+    HOST_PAGE,
+    Setup,
+    abstract_setup,
+    capacity_of,
+    host_requests,
+    shard_of,
+)
 from bench.shard_state import host_pools, patterns
-from bench.shard_weights import random_weights
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import Rates
 
-SPARE_TRACES = 16
-"""At least so many different texts are replayed."""
+SPARE_TRACES, MOST_TRACES = 16, 32
+"""So many different texts are replayed, at least and at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ class Asked:
             room=self.room,
             draft=draft,
             requests=requests,
-            traces=max(SPARE_TRACES, *self.loads),
+            traces=min(MOST_TRACES, max(SPARE_TRACES, *self.loads)),
             gpus=self.gpus,
             host_pages=self.host_requests * (self.capacity // HOST_PAGE),
         )
@@ -82,7 +88,8 @@ class Asked:
     @property
     def host_requests(self) -> int:
         """Requests whose histories host memory holds, at most as many as there will be."""
-        held = host_requests(self.model, self.layers, self.capacity, self.host_bytes)
+        model = shard_of(self.model, self.layers, self.gpus)
+        held = host_requests(model, self.capacity, self.host_bytes)
         return max(1, min(max(self.loads), held))
 
 
@@ -142,8 +149,10 @@ class Session:
             with self._timed("host pools"):
                 self._hosts = host_pools(base, self._common.patterns)
             with self._timed("weights"):
-                self._weights = random_weights(first.setup.params.weights)
+                self._weights = first.setup.model.random_weights()
                 jax.block_until_ready(self._weights)
+            with self._timed("traces"):
+                self._chosen = self._traces()
         self._programs = {first.load: programs}
         self._loaded: dict[tuple[str, int], Loaded] = {}
 
@@ -176,28 +185,34 @@ class Session:
 
     def run(self) -> Iterator[tuple[Planned, dict[str, Any]]]:
         """Every cell and its figures; what is the same cell at two loads runs once."""
-        chosen, done = self._chosen(), dict[Cell, dict[str, Any]]()
+        done = dict[Cell, dict[str, Any]]()
         for each in self._cells:
             if each.load not in self._programs:
                 with self._compiling(each.load) as programs:
                     pass
                 self._programs = {each.load: programs}
             if each.cell not in done:
-                done[each.cell] = self._run(each, chosen)
+                done[each.cell] = self._run(each)
             yield each, done[each.cell]
 
-    def _run(self, each: Planned, chosen: Int[np.ndarray, "traces rows K"]) -> dict[str, Any]:
+    def _run(self, each: Planned) -> dict[str, Any]:
         key = (each.cell.draft, each.cell.requests)
         if key not in self._loaded:
             self._loaded.clear()  # weights of one draft at a time
             self._loaded[key] = load(
-                each.setup, self._weights, chosen, self._asked.context, self._asked.survival
+                each.setup, self._weights, self._chosen, self._asked.context, self._asked.survival
             )
         program = self._programs[each.load].pop(each.cell)
         ran = run_cell(self._loaded[key], each.cell, program, self._hosts, self._common)
         self._hosts = ran.hosts
         return ran.figures
 
-    def _chosen(self) -> Int[np.ndarray, "traces rows K"]:
-        traces, _, k = self._cells[0].setup.params.replay.selections.shape
-        return selections(traces, k=k, history=self._asked.context, rows=self._asked.room + 8)
+    def _traces(self) -> Int[np.ndarray, "traces rows K"]:
+        """Traces of all rates, those of one after those of the other."""
+        setup, context = self._cells[0].setup, self._asked.context
+        rates = sorted(set(setup.model.geometry.rates or (1,)))
+        traces, _, k = setup.params.replay.selections.shape
+        sizes = {"k": k, "history": context, "rows": self._asked.room + 8}
+        return np.concatenate(
+            [selections(traces // len(rates), **sizes, rate=rate) for rate in rates]
+        )

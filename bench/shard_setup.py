@@ -1,6 +1,7 @@
 """What the cells of a decode benchmark have in common: the model, the drafts, what is replayed."""
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import jax
@@ -8,51 +9,36 @@ import jax.numpy as jnp
 
 from bench.replayed import ReplayedDraft
 from bench.shard_cells import Cell, replaying
-from bench.shard_model import Replay, ShardModel, ShardParams
-from bench.shard_weights import Weights, abstract_leaf, abstract_weights
+from bench.shard_glm import glm_shard
+from bench.shard_protocol import Shard
+from bench.shard_replay import Replay, ShardParams
+from bench.shard_v41 import V41_SIZES, v41_shard
+from bench.shard_weights import abstract_leaf
 from dhisparse_jax.config import HierarchyConfig, Policy
-from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.configs.presets import GLM_PRESETS
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.models.draft.block import Vocabulary
-from dhisparse_jax.models.draft.checkpoint import abstract_model
-from dhisparse_jax.models.draft.drafter import drafter_of
-from dhisparse_jax.models.draft.glm_drafts import draft_config
-from dhisparse_jax.models.glm.decode import geometry_of
-from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
+from dhisparse_jax.speculation.protocol import Drafter
 
 HOST_PAGE = 16
 
 
-def cut(config: GlmConfig, layers: int | None) -> GlmConfig:
-    """The first layers of a model; None: all."""
-    count = layers or config.num_layers
-    return dataclasses.replace(
-        config,
-        num_layers=count,
-        num_dense_layers=min(config.num_dense_layers, count),
-        indexer_types=config.indexer_types[:count],
-    )
+@cache
+def shard_of(name: str, layers: int | None, gpus: int, heads_over: int = 1) -> Shard:
+    """One GPU's share of a model, or of its first layers.
 
-
-def split(config: GlmConfig, chips: int) -> GlmConfig:
-    """What one of so many chips has of a model whose every request is on all of them.
-
-    Heads, the inner width of dense MLPs, and the vocabulary are divided; rows, keys, the indexer,
-    router and shared expert are whole on each. Parts of sums, and the best of each part of the
-    vocabulary, would go between the chips.
+    Routed experts are spread over all GPUs, heads over groups of `heads_over` of them.
 
     Raises:
-        UserError: so many chips do not divide one of them.
+        UserError: there is no such model, or its heads are not spread over so many.
     """
-    sizes = {
-        name: getattr(config, name)
-        for name in ("num_heads", "dense_intermediate_size", "vocab_size")
-    }
-    for name, size in sizes.items():
-        if size % chips:
-            raise UserError(f"{chips} chips do not divide the {size} of {name}")
-    return dataclasses.replace(config, **{name: size // chips for name, size in sizes.items()})
+    if name in V41_SIZES:
+        if heads_over != 1:
+            raise UserError(f"heads of {name} are spread over no {heads_over} GPUs, only over 1")
+        return v41_shard(name, layers, gpus)
+    if name not in GLM_PRESETS:
+        names = ", ".join((*GLM_PRESETS, *V41_SIZES))
+        raise UserError(f"no shares of {name!r} are made; use one of {names}")
+    return glm_shard(name, layers, gpus, heads_over)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +54,7 @@ class Setup:
         host_pages: of all cells.
     """
 
-    model: ShardModel
+    model: Shard
     drafter: Drafter
     params: ShardParams
     draft_params: Any
@@ -87,10 +73,10 @@ def capacity_of(context: int, room: int) -> int:
     return -(-(context + room) // HOST_PAGE) * HOST_PAGE
 
 
-def host_requests(name: str, layers: int | None, capacity: int, host_bytes: float) -> int:
+def host_requests(model: Shard, capacity: int, host_bytes: float) -> int:
     """Requests of so many positions whose records and keys fit into so much host memory."""
     probe = HierarchyConfig(
-        geometry=geometry_of(cut(GLM_PRESETS[name], layers), ShardModel.dtype),
+        geometry=model.geometry,
         policy=Policy.FIXED,
         requests=1,
         capacity=capacity,
@@ -98,15 +84,6 @@ def host_requests(name: str, layers: int | None, capacity: int, host_bytes: floa
         host_page=HOST_PAGE,
     )
     return int(host_bytes) // (probe.row_pages * probe.host_page_bytes)
-
-
-def drafter_for(kind: str, target: GlmConfig, weights: Weights, dtype: str) -> tuple[Drafter, Any]:
-    """A drafter, and shapes of its weights."""
-    if kind == "none":
-        return NO_DRAFT.drafter, ()
-    config = draft_config(kind, target)
-    vocabulary = Vocabulary(weights.embedding, weights.head)
-    return drafter_of(abstract_model(config, jnp.dtype(dtype)), config, vocabulary)
 
 
 def abstract_setup(  # noqa: PLR0913  # what a command asks for
@@ -124,23 +101,21 @@ def abstract_setup(  # noqa: PLR0913  # what a command asks for
 ) -> Setup:
     """Shapes of everything for one draft; nothing is allocated.
 
-    Routed experts are spread over all `gpus`, heads over groups of `heads_over` of them (`split`).
+    Routed experts are spread over all `gpus`, heads over groups of `heads_over` of them.
     Without `host_pages`, every request has its own; with fewer than they need, requests share them.
     """
-    config = split(cut(GLM_PRESETS[name], layers), heads_over)
-    model = ShardModel(
-        config=config,
-        experts=max(1, config.num_experts // gpus),
-    )
-    weights = abstract_weights(config, model.experts)
-    inner, draft_weights = drafter_for(draft, config, weights, model.dtype)
+    model = shard_of(name, layers, gpus, heads_over)
+    weights, config = model.abstract_weights(), model.config
+    inner, draft_weights = model.draft(draft, weights)
     queries = inner.length + 1
     i32 = lambda *shape: abstract_leaf(shape, jnp.int32)
     flag = abstract_leaf((), jnp.bool_)
     replay = Replay(
         on=flag,
-        selections=i32(traces, room + queries, config.index_top_k),
-        trace=i32(len(config.groups), requests),
+        selections=i32(
+            traces * len(set(model.geometry.rates or (1,))), room + queries, config.index_top_k
+        ),
+        trace=i32(sum(model.selections), requests),
         history=i32(),
         text=i32(requests, queries),
     )

@@ -13,7 +13,7 @@ slices is copied, slice after slice.
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,14 @@ RANDOM_BITS, FIXED_BITS = 0x8F, 0x30
 
 RMS = 1.15
 """Root of the mean square of such a number."""
+
+E8M0 = jnp.float8_e8m0fnu
+
+PACKED_RMS = 2.93
+"""Root of the mean square of a random number of 4 bits."""
+
+COUNTED = 128
+"""Integers that random arrays of them count through: as many as any vocabulary has."""
 
 
 @pytree
@@ -185,47 +193,80 @@ def random_weights(shapes: Weights, seed: int = 0) -> Weights:
     return Weights(embedding=embedding, head=head, norm=norm, layers=tuple(layers))
 
 
-def random_like(shapes: Any, seed: int | Array) -> Any:  # noqa: ANN401  # any pytree
+class Kind(NamedTuple):
+    """What an array is full of.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        mean: of numbers, or of the power of two that a scale is.
+        spread: of numbers to both sides of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    mean: float
+    spread: float
+
+
+def random_like(shapes: Any, seed: int | Array, fan_axis: int = -1) -> Any:  # noqa: ANN401  # any pytree
     """Random arrays of these shapes, made on the device.
 
-    Scales of fp8 matrices keep activations at their size, vectors (norms) lie around 1, and other
-    matrices have a variance of one over their last axis.
+    Scales of matrices keep activations at their size, vectors (norms) lie around 1, and other
+    matrices have a variance of one over `fan_axis`. Numbers of 8 or 4 bits are any but NaN, and
+    int32 ones count.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    fan_in = {path[:-1]: leaf.shape[-1] for path, leaf in flat if leaf.dtype == FP8}
-    kinds = tuple(
-        (leaf.shape, leaf.dtype, fan_in.get(path[:-1]) if leaf.dtype != FP8 else None)
+    inputs = {
+        _module(path): leaf.shape[-1] * (2 if leaf.dtype == jnp.uint8 else 1)
         for path, leaf in flat
-    )
+        if leaf.dtype in (FP8, jnp.uint8)
+    }
+    kinds = tuple(_kind(leaf, inputs.get(_module(path)), fan_axis) for path, leaf in flat)
     return jax.tree.unflatten(structure, _made(jnp.asarray(seed, jnp.uint32), kinds))
 
 
+def _module(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a leaf belongs to; the value of a parameter to where that does."""
+    return path[: -2 if path and getattr(path[-1], "name", None) == "value" else -1]
+
+
+def _kind(leaf: Any, inputs: int | None, fan_axis: int) -> Kind:  # noqa: ANN401  # a shape
+    shape, dtype = leaf.shape, leaf.dtype
+    if dtype == E8M0:
+        return Kind(shape, dtype, -math.log2(PACKED_RMS * math.sqrt(inputs or 1)), 0.5)
+    if len(shape) < 2 or (inputs and dtype == jnp.float32):
+        mean = 1 / (RMS * math.sqrt(inputs)) if inputs else 1.0
+        return Kind(shape, dtype, mean, 0.1 * mean)
+    return Kind(shape, dtype, 0.0, (3 / shape[fan_axis]) ** 0.5)
+
+
 @partial(jax.jit, static_argnums=1)
-def _made(
-    seed: UInt32[Array, ""], kinds: tuple[tuple[tuple[int, ...], Any, int | None], ...]
-) -> list[Array]:
+def _made(seed: UInt32[Array, ""], kinds: tuple[Kind, ...]) -> list[Array]:
     keys = mixed(seed * 4096 + jnp.arange(len(kinds), dtype=jnp.uint32))
-    return [_one(keys[number], *kind) for number, kind in enumerate(kinds)]
+    return [_one(keys[number], kind) for number, kind in enumerate(kinds)]
 
 
 def _one(
     key: UInt32[Array, ""],
-    shape: tuple[int, ...],
-    dtype: Any,  # noqa: ANN401
-    fan_in: int | None,
+    kind: Kind,
 ) -> Array:
     """One array. Words are hashed numbers: a generator would keep them all in memory first."""
+    shape, dtype, mean, spread = kind
+    if dtype == jnp.int32:
+        return jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape) % COUNTED
     count = math.prod(shape[1:])
     number = jnp.arange(shape[0], dtype=jnp.uint32)[:, None] * jnp.uint32(count % 2**32)
     words = mixed(key ^ (number + jnp.arange(count, dtype=jnp.uint32)[None])).reshape(shape)
     if dtype == FP8:  # none of them is NaN
         bits = (words >> 24).astype(jnp.uint8) & RANDOM_BITS | FIXED_BITS
         return jax.lax.bitcast_convert_type(bits, FP8)
-    uniform = (words >> 8).astype(jnp.float32) * 2.0**-23 - 1.0
-    if fan_in or len(shape) == 1:
-        mean = 1 / (RMS * math.sqrt(fan_in)) if fan_in else 1.0
-        return (mean * (1.0 + 0.1 * uniform)).astype(dtype)
-    return (uniform * (3 / shape[-1]) ** 0.5).astype(dtype)
+    if dtype == jnp.uint8:
+        return (words >> 24).astype(jnp.uint8)
+    number = mean + spread * ((words >> 8).astype(jnp.float32) * 2.0**-23 - 1.0)
+    if dtype == E8M0:
+        return jax.lax.bitcast_convert_type((127 + jnp.round(number)).astype(jnp.uint8), E8M0)
+    return number.astype(dtype)
 
 
 def mixed(word: UInt32[Array, "*n"]) -> UInt32[Array, "*n"]:

@@ -22,6 +22,9 @@ SCOPES = {
     "project": "attention weights",
     "combine": "attention weights",
     "indexer": "indexer",
+    "window": "attend",
+    "engram": "n-grams",
+    "streams": "streams",
     "select": "index",
     "plan": "plan",
     "retrieve": "retrieve",
@@ -48,6 +51,8 @@ KERNELS = {
     "retrieve": "retrieve",
     "sparse_attention": "attend",
     "backup": "backup",
+    "packed_products": "experts",
+    "sinkhorn": "streams",
 }
 """Stage of the library's own kernels, by the beginning of their names; the first that fits."""
 
@@ -82,12 +87,12 @@ class Kernel(NamedTuple):
 
 def stage_of(kernel: Kernel, scopes: Mapping[str, str]) -> str:
     """Stage of a kernel of a program with these scopes."""
-    for start, stage in KERNELS.items():
-        if start in kernel.name:
-            return stage
     words = scopes.get(kernel.instruction, scopes.get(kernel.name, "")).split("/")
     if "propose" in words or "draft" in words:
         return "draft"
+    for start, stage in KERNELS.items():
+        if start in kernel.name:
+            return stage
     known = [SCOPES[word] for word in words if word in SCOPES]
     return known[-1] if known else "other"
 

@@ -1,7 +1,7 @@
 """One chip's share of a model, and its decode step as a row of `bench.tpu_aot`.
 
 Routed experts are spread over all chips. Heads, dense MLPs and vocabulary are whole on a chip, or
-spread over few (`bench.shard_setup.split`), which then have the same requests, and their rows, keys
+spread over few (`bench.shard_glm.split`), which then have the same requests, and their rows, keys
 and host pools each. What goes between chips is left out. Experts get the picks of all requests of
 such a group, as many times their share as it has chips.
 """

@@ -98,7 +98,8 @@ class Trace(NamedTuple):
 
     Attributes:
         selection: int32, step s selects K distinct positions out of 0 .. history + s, in no order
-            of position; its own position, history + s, comes first.
+            of position; its own position, history + s, comes first (with a record for several
+            positions, the one that it completes).
         stack: int32 positions 0 .. history - 1 before the first step, the most recent on top. The
             first B of them are what an LRU cache of B slots holds, in steady state.
     """
@@ -108,9 +109,18 @@ class Trace(NamedTuple):
 
 
 def trace(
-    locality: Locality = GLM_5_1, *, k: int, history: int, steps: int, seed: int | Sequence[int] = 0
+    locality: Locality = GLM_5_1,
+    *,
+    k: int,
+    history: int,
+    steps: int,
+    rate: int = 1,
+    seed: int | Sequence[int] = 0,
 ) -> Trace:
     """Selections of `steps` decode steps after a prompt of `history` positions.
+
+    Where a record stands for `rate` positions, `history` counts records, and a new one comes with
+    every so many steps; the others select K of those that there are.
 
     Raises:
         ValueError: if the history is too short for the model.
@@ -120,9 +130,10 @@ def trace(
     ends, shares = locality.bands(k, history)
     selection = np.empty((steps, k), np.int32)
     for step in range(steps):
-        depths = _depths(rng, np.append(ends[:-1], len(stack)), shares, k - 1)
-        selection[step, 0] = history + step
-        selection[step, 1:] = rng.permutation(stack[depths])
+        new = int((step + 1) % rate == 0)
+        depths = _depths(rng, np.append(ends[:-1], len(stack)), shares, k - new)
+        selection[step, :new] = history + step // rate
+        selection[step, new:] = rng.permutation(stack[depths])
         rest = np.ones(len(stack), np.bool_)
         rest[depths] = False
         stack = np.concatenate([selection[step], stack[rest]])

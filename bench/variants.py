@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from bench.ops import backup, index_scores, retrieve
+from bench.ops import backup, index_scores, packed_products, retrieve
 from bench.ops.index_scores import IndexScores
 from pallas_kernels.backup import cases as backup_cases
 from pallas_kernels.backup import reference as backup_reference
@@ -24,6 +24,9 @@ from pallas_kernels.index_scores import mosaic as index_mosaic
 from pallas_kernels.index_scores import reference as index_reference
 from pallas_kernels.index_scores import triton as index_triton
 from pallas_kernels.index_scores.types import Keys, ScaledKeys, quantise
+from pallas_kernels.packed_products import cases as packed_cases
+from pallas_kernels.packed_products import reference as packed_reference
+from pallas_kernels.packed_products import triton as packed_triton
 from pallas_kernels.retrieve import cases as retrieve_cases
 from pallas_kernels.retrieve import reference as retrieve_reference
 from pallas_kernels.retrieve import triton as retrieve_triton
@@ -175,6 +178,32 @@ def _small_copies(operation: str, words: int) -> tuple[Tree, ...]:
     return jax.tree.map(jnp.asarray, (hosts, each, rows, sources))
 
 
+def packed(*, small: bool) -> Iterator[Variant]:
+    """Of products with packed matrices: strips, tiles, and how many are under way."""
+    usual = packed_triton.Tuning()
+    change = partial(dataclasses.replace, usual)
+    for name in ("gate_48_rows", "down_48_rows"):
+        case = dataclasses.replace(packed_products.CASES[name], room=48)  # rows that there are
+        for tuning in (
+            usual,
+            change(stages=4),
+            change(warps=4),
+            change(columns=64, warps=4),
+            change(columns=256),
+            change(depth=128, stages=2),
+            change(depth=32, stages=5),
+        ):
+            yield Variant(
+                case=case.small() if small else case,
+                name=name,
+                label=_label(tuning, usual),
+                call=partial(packed_triton.packed_products, tuning=tuning, interpret=small),
+                exact=packed_reference.packed_products,
+                step=packed_products.step,
+                small=tuple(map(jnp.asarray, packed_cases.random(rows=40, channels=256))),
+            )
+
+
 def _label(tuning: Any, usual: Any) -> str:  # noqa: ANN401  # any operation's
     """Where a tuning differs from the usual one."""
     before = dataclasses.asdict(usual)
@@ -191,5 +220,6 @@ VARIANTS: dict[str, Callable[..., Iterator[Variant]]] = {
     "retrieve_4608B": partial(copies, "retrieve", 1152),
     "retrieve_656B": partial(copies, "retrieve", 164),
     "backup": partial(copies, "backup", 672),
+    "packed_products": packed,
 }
 """Copies of 2,688 B records where the name does not say another size."""

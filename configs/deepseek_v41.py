@@ -99,10 +99,13 @@ class V41Config(V4Sizes):
         Primes that follow each other, none twice (Cheng et al., 2026, "Conditional Memory via
         Scalable Lookup", and DeepSeek-V4.1).
         """
-        primes = _primes_from(self.engram_buckets)
-        return tuple(
-            tuple(itertools.islice(primes, self.engram_columns)) for _ in self.engram_layers
-        )
+        return table_primes(self.engram_buckets, self.engram_columns, len(self.engram_layers))
+
+
+def table_primes(buckets: int, columns: int, tables: int) -> tuple[tuple[int, ...], ...]:
+    """How many rows each head of several tables hits; see `V41Config.engram_primes`."""
+    primes = _primes_from(buckets)
+    return tuple(tuple(itertools.islice(primes, columns)) for _ in range(tables))
 
 
 SinceV4 = V4Config | V41Config

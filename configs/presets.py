@@ -1,5 +1,8 @@
 """Presets: sizes of models that the library can serve."""
 
+import math
+
+from dhisparse_jax.configs.attached import AttachedConfig
 from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, WINDOW, V4Config
 from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.glm import GlmConfig, derive_indexer_types
@@ -35,6 +38,42 @@ GLM_5_3 = GlmConfig(
     mesh=MeshShape(expert=8),
 )
 """GLM-5.3, 753 B parameters with its MTP layer; its history as it is served, 53,940 B per token."""
+
+DEEPSEEK_V3_2 = GlmConfig(
+    vocab_size=129_280,
+    context=163_840,
+    num_layers=61,
+    hidden_size=7168,
+    num_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_dim=128,
+    qk_rope_dim=64,
+    v_dim=128,
+    num_dense_layers=3,
+    dense_intermediate_size=18_432,
+    num_experts=256,
+    experts_per_token=8,
+    expert_intermediate_size=2048,
+    num_expert_groups=8,
+    kept_expert_groups=4,
+    index_heads=64,
+    index_dim=128,
+    index_top_k=2048,
+    indexer_types=derive_indexer_types(61),
+    index_rope_style="half-split",
+    rope_theta=1e4,
+    yarn=Yarn(factor=40.0, context=4096, logit_factor=(0.1 * math.log(40.0) + 1.0) ** 2),
+    norm_eps=1e-6,
+    bos_id=0,
+    eos_ids=(1,),
+    kv_format=FP8,
+    index_format=FP8,
+    mesh=MeshShape(expert=8),
+    power_scales=True,
+)
+"""DeepSeek-V3.2, 672 B parameters without its MTP layer; its history as it is served, 48,068 B per
+token."""
 
 TINY = GlmConfig(
     vocab_size=256,
@@ -165,11 +204,23 @@ DEEPSEEK_V4_1_FLASH = V41Config(
 """DeepSeek-V4.1-Flash, text alone: 552 B parameters without its drafter and its Engram tables; its
 history as it is served, 890 B per token."""
 
+DEEPSEEK_V4_1_FLASH_DSPARK = AttachedConfig(
+    stages=3,
+    block_size=5,
+    noise_token_id=128_799,
+    taps=(37, 38, 39),
+    markov_rank=256,
+    num_experts=128,
+    experts_per_token=3,
+)
+"""The DSpark that DeepSeek-V4.1-Flash has attached."""
+
 GLM_PRESETS: dict[str, GlmConfig] = {"glm-5.3": GLM_5_3, "tiny": TINY}
 """What can be trained here."""
 
 PRESETS: dict[str, GlmConfig | V4Config | V41Config] = {
     **GLM_PRESETS,
+    "deepseek-v3.2": DEEPSEEK_V3_2,
     "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
     "deepseek-v4-pro": DEEPSEEK_V4_PRO,
     "deepseek-v4.1-flash": DEEPSEEK_V4_1_FLASH,

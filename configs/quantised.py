@@ -25,6 +25,11 @@ class WeightFormat:
     scale: str
     block: tuple[int, int]
 
+    @property
+    def scales_are_powers(self) -> bool:
+        """Whether scales are powers of two, which change no digit of a number."""
+        return self.scale == "float8_e8m0fnu"
+
     def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape of the numbers of a matrix."""
         return rows, columns // 2 if self.packed else columns

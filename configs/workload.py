@@ -5,6 +5,8 @@ Published figures, and what follows from them. See `bench.traces` for the model 
 
 from collections.abc import Sequence
 
+from dhisparse_jax.errors import UserError
+
 EDGES = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Where each band of the recency stack ends, in units of the top-K."""
 
@@ -26,10 +28,35 @@ DSpark of 7 proposals); none is published for GLM-5.3 with DFlash2. 5.29 tokens 
 PUBLISHED_TOKENS_PER_STEP = 3.97
 """Mean acceptance length published with it, the extra token included: over other texts."""
 
+ATTACHED_TOKENS_PER_STEP = 3.4
+"""The middle of the mean acceptance lengths, 3.2 to 3.6, that are published for DeepSeek-V4-Flash
+and the DSpark of 5 proposals that it has attached, greedy; none is published for V4.1."""
+
 
 def tokens_per_step(survival: Sequence[float]) -> float:
     """Expected tokens of a step: what survives, and the token after it."""
     return 1.0 + sum(survival)
+
+
+def survival_for(mean: float, profile: Sequence[float]) -> tuple[float, ...]:
+    """A profile raised to the power with which a step has so many tokens.
+
+    Raises:
+        UserError: if no power does.
+    """
+    least, most = 1.0, 1.0 + len(profile)
+    if not least < mean < most:
+        raise UserError(f"a mean of {mean:g} tokens per step is not between {least:g} and {most:g}")
+    low, high = 0.0, 64.0
+    for _ in range(60):
+        power = (low + high) / 2
+        survival = tuple(share**power for share in profile)
+        low, high = (power, high) if tokens_per_step(survival) > mean else (low, power)
+    return survival
+
+
+ATTACHED_SURVIVAL = survival_for(ATTACHED_TOKENS_PER_STEP, PUBLISHED_SURVIVAL[:5])
+"""A profile with that mean, of the shape of the published one."""
 
 
 def missed(budget: float, history: float) -> float:

@@ -41,7 +41,10 @@ def save_arrays(path: Path, arrays: Mapping[str, Any], file_bytes: int = DATA_FI
 
 
 def load_arrays(
-    path: Path, check: Callable[[Shapes], None] = lambda _: None, place: Place | None = None
+    path: Path,
+    check: Callable[[Shapes], None] = lambda _: None,
+    place: Place | None = None,
+    cast: Callable[[str, np.dtype], np.dtype] = lambda name, stored: stored,
 ) -> dict[str, Any]:
     """The arrays of a folder.
 
@@ -49,6 +52,7 @@ def load_arrays(
         path: what `save_arrays` wrote.
         check: told all shapes before anything is read; may refuse them.
         place: where each array goes; None: they are NumPy's.
+        cast: what an array becomes that goes somewhere, from its name and stored dtype.
 
     Raises:
         FileNotFoundError: there is no folder.
@@ -67,7 +71,9 @@ def load_arrays(
                 name: ocp.RestoreArgs(restore_type=np.ndarray)
                 if place is None
                 else ocp.ArrayRestoreArgs(
-                    restore_type=jax.Array, sharding=place(name, tuple(leaf.shape))
+                    restore_type=jax.Array,
+                    sharding=place(name, tuple(leaf.shape)),
+                    dtype=cast(name, np.dtype(leaf.dtype)),
                 )
                 for name, leaf in found.items()
             }

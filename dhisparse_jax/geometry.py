@@ -251,18 +251,15 @@ class Geometry:
     def position_bytes(self) -> float:
         """Bytes that a position adds: to records, index keys, and what else is kept of all of them.
 
-        Without what fills up records.
+        Without what fills up records and rows.
         """
         records = sum(
             (layers * self.row.words * WORD_BYTES + self.key_bytes) / self.rate(pool)
             for pool, layers in enumerate(self.layers_per_pool)
         )
-        beside = sum(
-            kept.width * jnp.dtype(kept.dtype).itemsize / kept.rate
-            for pool in self.kept
-            for kept in pool
-            if kept.span is None
-        )
+        every = (kept for pool in self.kept for kept in pool if kept.span is None)
+        words = lambda kept: kept.row.words if kept.row else kept.width
+        beside = sum(words(kept) * jnp.dtype(kept.dtype).itemsize / kept.rate for kept in every)
         return records + beside
 
     def rate(self, pool: int) -> int:

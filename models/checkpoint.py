@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dhisparse_jax.arrays import DATA_FILE_BYTES, Place, Shapes, load_arrays, save_arrays
 from dhisparse_jax.errors import UserError
@@ -26,6 +27,7 @@ from dhisparse_jax.models.params import (
     build_model,
     cast_like,
     flatten,
+    loses_nothing,
     unflatten,
 )
 from dhisparse_jax.models.stream import on_first_device
@@ -81,7 +83,7 @@ def load_checkpoint(
 
     Args:
         directory: What `save_checkpoint` or `models.convert` wrote.
-        dtype: Compute dtype of the model; the dtype of the weights when None.
+        dtype: Compute dtype of the model; None: that of the configuration.
         place: Where each array goes, from its flat name and shape.
 
     Raises:
@@ -91,25 +93,41 @@ def load_checkpoint(
     directory = Path(directory).absolute()
     config = own_config(read_json(directory / CONFIG_FILE))
     like = abstract_params(config)
-    flat = restore_weights(directory / OWN_WEIGHTS, flatten(like), place)
+    flat = restore_weights(directory / OWN_WEIGHTS, flatten(like), dtype, place)
     params = unflatten(flat, like)
     return config, build_model(config, params, jnp.dtype(dtype or config.param_dtype))
 
 
 def restore_weights(
-    path: Path, expected: Flat, place: Place = on_first_device
+    path: Path,
+    expected: Flat,
+    dtype: jnp.dtype | type | None = None,
+    place: Place = on_first_device,
 ) -> dict[str, jax.Array]:
-    """Flat arrays in the dtypes they were saved in, if names and shapes are those expected.
+    """Flat arrays, if names and shapes are those expected.
+
+    They have the dtypes they were saved in; those saved as more than the configuration says get the
+    compute dtype, if there is one.
 
     Raises:
         UserError: No weights there, damaged ones, or some missing, left over, or wrongly shaped.
     """
     try:
-        return load_arrays(path, lambda shapes: _check(expected, shapes), place)
+        return load_arrays(
+            path,
+            lambda shapes: _check(expected, shapes),
+            place,
+            lambda name, stored: _restored_dtype(np.dtype(expected[name].dtype), stored, dtype),
+        )
     except FileNotFoundError:
         raise UserError(f"{path.parent} holds no checkpoint: {path.name}/ is missing") from None
     except ValueError as error:
         raise UserError(f"the checkpoint in {path} is damaged: {error}") from error
+
+
+def _restored_dtype(own: np.dtype, stored: np.dtype, dtype: jnp.dtype | type | None) -> np.dtype:
+    """The dtype of an array that the configuration has in `own`."""
+    return stored if dtype is None or loses_nothing(stored, own) else np.dtype(dtype)
 
 
 def _check(expected: Flat, found: Shapes) -> None:

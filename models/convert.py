@@ -61,7 +61,8 @@ def convert(
     Args:
         source: a published checkpoint.
         target: where to write.
-        dtype: of weights that are dequantised; by default that of the others.
+        dtype: of weights that are dequantised, or stored as more than the configuration says; None:
+            they lose nothing.
         stored_experts: whether quantised experts stay so.
 
     Raises:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dhisparse_jax.arrays import Place
 from dhisparse_jax.configs.quantised import FLOAT, name_of
@@ -22,12 +23,15 @@ from dhisparse_jax.models.params import (
     abstract_params,
     build_model,
     flatten,
+    loses_nothing,
     unflatten,
 )
 from dhisparse_jax.models.published import DEFAULT_BLOCK, Published, weight_block
 from dhisparse_jax.models.stream import Pieces, load_arrays, on_first_device
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+_MTP_PART = re.compile(_LAYER.pattern + r"(?:eh_proj|enorm|hnorm)\.")
+"""What an MTP layer has and no layer of the model."""
 
 
 class Loaded(NamedTuple):
@@ -59,7 +63,8 @@ def load_hf(
 
     Args:
         directory: Holds config.json and model.safetensors, or shards and their index.
-        dtype: Compute dtype of the model; the dtype of the weights when None.
+        dtype: Compute dtype of the model; None: that of the configuration, and weights keep what
+            they are.
         stored_experts: Whether quantised experts stay so.
         place: Where each array goes, from its flat name and shape.
 
@@ -74,12 +79,12 @@ def load_hf(
         if stored_experts or entry != EXPERTS:
             own: dict[str, Any] = {entry: stored_format(names, tensors)}
             config = dataclasses.replace(config, **own)
-    dtype = jnp.dtype(dtype or config.param_dtype)
     derived = family_of(config).derived(config, directory)
     like = abstract_params(config)
     pieces = family_of(config).pieces(config, flatten(like))
     params = load_params(like, pieces, tensors, derived, dtype, place)
-    return Loaded(config, build_model(config, params, dtype), tensors.unused)
+    model = build_model(config, params, jnp.dtype(dtype or config.param_dtype))
+    return Loaded(config, model, tensors.unused)
 
 
 def read_config(directory: Path) -> tuple[AnyConfig, tuple[int, int], int]:
@@ -100,8 +105,9 @@ def read_config(directory: Path) -> tuple[AnyConfig, tuple[int, int], int]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     if generation.is_file():
+        settings = read_json(generation)
         try:
-            more = eos_ids(read_json(generation))
+            more = eos_ids(settings)
         except UserError as error:
             raise UserError(f"{generation}: {error}") from error
         ends = tuple(dict.fromkeys((*config.eos_ids, *more)))
@@ -129,16 +135,23 @@ def find_tensors(
         block=block,
         blocks=family.blocks(config),
         canonical=family.canonical,
-        ignored=lambda name: _is_mtp(name, config.num_layers, mtp_layers) or family.unused(name),
+        ignored=lambda names: [
+            *_mtp_tensors(names, config.num_layers, mtp_layers),
+            *filter(family.unused, names),
+        ],
         integers=family.integers(config),
     )
 
 
-def _is_mtp(name: str, num_layers: int, mtp_layers: int) -> bool:
-    """Whether a tensor belongs to one of the MTP layers behind the last one of the model."""
-    match = _LAYER.match(name)
-    behind = int(match[1]) - num_layers if match else -1
-    return name.startswith("mtp.") or 0 <= behind < mtp_layers
+def _mtp_tensors(names: Collection[str], num_layers: int, mtp_layers: int) -> list[str]:
+    """Tensors of the MTP layers behind the last one of the model.
+
+    A layer there that has no part of its own kind is none: the number of layers is wrong.
+    """
+    behind = range(num_layers, num_layers + mtp_layers)
+    layers = {name: int(match[1]) for name in names if (match := _LAYER.match(name))}
+    proposing = {layers[name] for name in layers if _MTP_PART.match(name)}.intersection(behind)
+    return [name for name in names if name.startswith("mtp.") or layers.get(name) in proposing]
 
 
 def stored_format(names: Sequence[str], tensors: Published) -> str:
@@ -153,7 +166,8 @@ def stored_format(names: Sequence[str], tensors: Published) -> str:
     for name in names:
         if formats.get(name) != formats.get(first):
             raise UserError(
-                f"{tensors.headers[name].file}: {name} is not quantised as {first} is; load it "
+                f"{tensors.headers[name].file}: {tensors.headers[name].name} is not quantised as "
+                f"{tensors.headers[first].name} is; load it "
                 "with --experts float"
             )
     return name_of(formats[first]) if first in formats else FLOAT
@@ -164,17 +178,20 @@ def load_params(
     pieces: Mapping[str, Pieces],
     tensors: Published,
     derived: Flat,
-    dtype: jnp.dtype,
+    dtype: jnp.dtype | type | None,
     place: Place,
 ) -> Nested:
-    """The nested weights. Those that are dequantised get the compute dtype, which loses least.
+    """The nested weights.
+
+    Those that are dequantised, or stored as more than the configuration says, get the compute
+    dtype, which loses least.
 
     Args:
         nested: their shapes and dtypes.
         pieces: what each is made of, by flat names, but for `derived`.
         tensors: where they are.
         derived: arrays that are in no tensor, by flat names.
-        dtype: of the computation.
+        dtype: of the computation; None: the least that loses nothing.
         place: where each array goes, from its flat name and shape.
 
     Raises:
@@ -182,8 +199,22 @@ def load_params(
     """
     like = flatten(nested)
     for name, parts in pieces.items():
-        if any(part.name in tensors.quantised and not part.stored for part in parts):
-            like[name] = jax.ShapeDtypeStruct(like[name].shape, dtype)
+        kept = _kept_dtype(like[name].dtype, parts, tensors, dtype)
+        like[name] = jax.ShapeDtypeStruct(like[name].shape, kept)
     own = {name: jax.device_put(leaf, place(name, leaf.shape)) for name, leaf in derived.items()}
     read = {name: leaf for name, leaf in like.items() if name not in own}
     return unflatten(load_arrays(read, pieces, tensors.rows, place=place) | own, nested)
+
+
+def _kept_dtype(
+    own: np.dtype, parts: Pieces, tensors: Published, dtype: jnp.dtype | type | None
+) -> np.dtype:
+    """The dtype of an array of the model that the configuration has in `own`."""
+    if not jnp.issubdtype(own, jnp.floating) or any(part.stored for part in parts):
+        return own
+    names = {part.name for part in parts}
+    kinds = {tensors.exact_dtype(name) for name in names}
+    chosen = dtype is not None and names & tensors.quantised.keys()
+    if not chosen and all(loses_nothing(kind, own) for kind in kinds):
+        return own
+    return np.dtype(dtype or (kinds.pop() if len(kinds) == 1 else np.float32))

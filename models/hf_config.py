@@ -50,6 +50,13 @@ _FIXED = {
     "rope_interleave": True,
 }
 
+# The same of rotary embeddings, and the entries that are read there.
+_FIXED_ROPE = {"partial_rotary_factor": 1.0}
+_ROPE = _FIXED_ROPE.keys() | {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+}  # fmt: skip
+
 # Entries that this module reads, beside those above.
 _READ = {
     "model_type", "first_k_dense_replace", "mlp_layer_types", "n_group", "topk_group",
@@ -86,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, expected an object")
@@ -109,6 +116,9 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
         raise UserError(f"model_type is {kind!r}; only {known} are supported")
     refuse_other(raw, _FIXED)
     _check_known(raw)
+    if (rope := _rope(raw)) is not raw:
+        refuse_other(rope, _FIXED_ROPE)
+        refuse_unknown(rope, _ROPE)
     sizes = read_sizes(raw, _SIZES)
     return config_from_values(
         {
@@ -116,7 +126,7 @@ def parse_config(raw: Mapping[str, Any]) -> GlmConfig:
             "num_dense_layers": _num_dense_layers(raw, sizes["num_layers"]),
             "num_expert_groups": integer(raw, "n_group", 1),
             "kept_expert_groups": integer(raw, "topk_group", 1),
-            "normalise_routing": bool(raw.get("norm_topk_prob", True)),
+            "normalise_routing": flag(raw, "norm_topk_prob", True),
             "routed_scale": number(raw, "routed_scaling_factor", 2.5),
             "indexer_types": _indexer_types(raw, sizes["num_layers"]),
             "index_rope_style": _index_rope_style(raw),
@@ -167,9 +177,17 @@ def integer(raw: Mapping[str, Any], name: str, default: int | None = None) -> in
 def number(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
     """An entry that must be a number."""
     value = raw.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"{name} is {value!r}, expected a number")
     return float(value)
+
+
+def flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
+    """An entry that must be true or false."""
+    value = raw.get(name, default)
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {value!r}, expected true or false")
+    return value
 
 
 def eos_ids(raw: Mapping[str, Any]) -> list[int]:
@@ -204,17 +222,10 @@ def yarn(raw: Mapping[str, Any]) -> Yarn | None:
     rope = _rope(raw)
     if _rope_kind(rope) != "yarn":
         return None
-    known = {
-        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
-        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
-    }  # fmt: skip
-    unknown = sorted(name for name in rope if name not in known)
-    if unknown:
-        raise UserError(f"the rope parameters have {unknown[0]}, which is not supported")
+    refuse_unknown(rope, _ROPE)
     factor = number(rope, "factor")
     growth = lambda scale: 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-    part = number(rope, "mscale", 0.0)
-    whole = number(rope, "mscale_all_dim", 0.0)
+    part, whole = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     usual = growth(part) / growth(whole) if part and whole else growth(1.0)
     return Yarn(
         factor=factor,
@@ -243,8 +254,8 @@ def _rope_kind(rope: Mapping[str, Any]) -> object:
 
 def _check_known(raw: Mapping[str, Any]) -> None:
     """Raises UserError where an entry is set whose meaning is not known here."""
-    types = raw.get("layer_types")
-    if types is not None and (not isinstance(types, list) or set(types) != {_LAYER_TYPE}):
+    types = raw.get("layer_types") or []
+    if not isinstance(types, list) or types.count(_LAYER_TYPE) < len(types):
         raise UserError(f"layer_types holds more than {_LAYER_TYPE!r}, which is not supported")
     refuse_unknown(raw, _READ | _WITHOUT_EFFECT | _FIXED.keys() | set(_SIZES.values()))
 
@@ -259,7 +270,7 @@ def _scale_format(raw: Mapping[str, Any]) -> object:
 
 def _index_rope_style(raw: Mapping[str, Any]) -> str:
     """DeepSeek's index heads are half-split; GLM's interleaved, unless the configuration says."""
-    interleaved = raw.get("indexer_rope_interleave", raw["model_type"] == GLM)
+    interleaved = flag(raw, "indexer_rope_interleave", raw["model_type"] == GLM)
     return "interleaved" if interleaved else "half-split"
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dhisparse_jax.configs.deepseek_v4 import V4Config
@@ -78,3 +79,11 @@ def unflatten(flat: Mapping[str, Any], like: Nested) -> Nested:
     """Flat names to the nesting of `like`, which must have the same names."""
     structure = jax.tree.structure(like)
     return jax.tree.unflatten(structure, [flat[name] for name in flatten(like)])
+
+
+def loses_nothing(kind: np.dtype, other: np.dtype) -> bool:
+    """Whether all numbers of a dtype are numbers of another; those of no floats are of no other."""
+    if kind == other or not all(jnp.issubdtype(each, jnp.floating) for each in (kind, other)):
+        return kind == other
+    own, theirs = jnp.finfo(kind), jnp.finfo(other)
+    return own.nmant <= theirs.nmant and own.maxexp <= theirs.maxexp

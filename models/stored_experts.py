@@ -60,7 +60,8 @@ class StoredMatrices(nnx.Module):
         rounding, to the dtype of `x`.
         """
         numbers, scales = self.numbers[...], self.scales[...]
-        slab = max(SLAB, self.weights.block[1]) if _inside(self.weights) else self.weights.block[1]
+        inside = self.weights.scales_are_powers
+        slab = max(SLAB, self.weights.block[1]) if inside else self.weights.block[1]
         count = -(-x.shape[1] // slab)
         x, numbers, scales = _padded(self.weights, x, numbers, scales, count * slab)
         out = numbers.shape[1]
@@ -71,7 +72,7 @@ class StoredMatrices(nnx.Module):
             )
             some = decode_numbers(take(numbers, numbers.shape[-1] // count), self.weights, x.dtype)
             factors = take(scales, slab // self.weights.block[1]).astype(jnp.float32)
-            if _inside(self.weights):
+            if inside:
                 some = some * _spread(factors, self.weights, some.shape).astype(x.dtype)
             sums = lax.ragged_dot_general(
                 take(x, slab),
@@ -80,7 +81,7 @@ class StoredMatrices(nnx.Module):
                 _ROWS_BY_COLUMNS,
                 preferred_element_type=jnp.float32,
             )
-            if not _inside(self.weights):
+            if not inside:
                 factors = jnp.repeat(factors[groups.owner, :, 0], self.weights.block[0], axis=1)
                 sums = sums * factors[:, :out]
             return total + sums, None
@@ -110,11 +111,6 @@ class StoredExperts(nnx.Module):
         held = self.down.numbers.shape[0]
         mine = lambda tokens, own: run_groups(tokens, own, held, run)
         return on_all_devices(x, routing, self.count, held, mine)
-
-
-def _inside(weights: WeightFormat) -> bool:
-    """Whether the scales are powers of two, which change no digit of a number."""
-    return weights.scale == "float8_e8m0fnu"
 
 
 def _padded(

@@ -8,8 +8,8 @@ Source of the format: the safetensors README, "Format".
 
 import json
 import math
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+import operator
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,6 @@ from dhisparse_jax.models.hf_config import read_json
 from dhisparse_jax.models.text import few
 
 Shape = tuple[int, ...]
-Read = Callable[[str], np.ndarray]
-"""From the name of a tensor to its values."""
 
 FLOATS = frozenset({"F32", "BF16", "F16"})
 INTEGERS = frozenset({"I32", "I64"})
@@ -50,12 +48,14 @@ class Header(NamedTuple):
     """What a file says about a tensor before it is read.
 
     Attributes:
+        name: of the tensor, as the file has it.
         file: where it is.
         shape: of the tensor.
         dtype: as the file names it.
         start: byte of the file at which its values begin.
     """
 
+    name: str
     file: Path
     shape: Shape
     dtype: str
@@ -81,6 +81,21 @@ def read_headers(directory: Path) -> dict[str, Header]:
     return headers
 
 
+def renamed(headers: Mapping[str, Header], canonical: Callable[[str], str]) -> dict[str, Header]:
+    """Headers by canonical name.
+
+    Raises:
+        UserError: Two names in the files mean the same tensor.
+    """
+    found: dict[str, Header] = {}
+    for given, header in headers.items():
+        name = canonical(given)
+        if name in found:
+            raise UserError(f"{header.file}: {given} is the same tensor as {found[name].name}")
+        found[name] = header
+    return found
+
+
 def check_headers(
     expected: Mapping[str, Shape], found: Mapping[str, Header], dtypes: Collection[str] = FLOATS
 ) -> None:
@@ -91,7 +106,7 @@ def check_headers(
     """
     check_names(expected, found)
     for name, shape in expected.items():
-        check_header(name, found[name], shape, dtypes)
+        check_header(found[name], shape, dtypes)
 
 
 def check_names(expected: Mapping[str, Shape], found: Mapping[str, Header]) -> None:
@@ -103,28 +118,20 @@ def check_names(expected: Mapping[str, Shape], found: Mapping[str, Header]) -> N
         place = f"in {where[0]}" if where else "of the model"
         raise UserError(f"the checkpoint lacks {len(missing)} tensors {place}: {few(shapes)}")
     if extra:
-        listed = [f"{name} in {found[name].file.name}" for name in extra]
+        listed = [f"{found[name].name} in {found[name].file.name}" for name in extra]
         raise UserError(f"the checkpoint has {len(extra)} tensors too many: {few(listed)}")
 
 
-def check_header(name: str, header: Header, shape: Shape, dtypes: Collection[str] = FLOATS) -> None:
+def check_header(header: Header, shape: Shape, dtypes: Collection[str] = FLOATS) -> None:
     """Raises UserError where a tensor has another shape or none of these types."""
+    what = f"{header.file}: {header.name} is"
     if header.shape != shape:
-        raise UserError(f"{header.file}: {name} is {list(header.shape)}, expected {list(shape)}")
+        raise UserError(f"{what} {list(header.shape)}, expected {list(shape)}")
     if header.dtype not in dtypes:
-        raise UserError(
-            f"{header.file}: {name} is {header.dtype}, not one of {', '.join(sorted(dtypes))}"
-        )
+        raise UserError(f"{what} {header.dtype}, not one of {', '.join(sorted(dtypes))}")
 
 
-@contextmanager
-def reading(files: Mapping[str, Path]) -> Generator[Read, None, None]:
-    """The function that reads one of the named tensors as a whole, from the file that holds it."""
-    headers = {path: _read_file_headers(path) for path in sorted(set(files.values()))}
-    yield lambda name: read_rows(name, headers[files[name]][name])
-
-
-def read_rows(name: str, header: Header, rows: slice = slice(None)) -> np.ndarray:
+def read_rows(header: Header, rows: slice = slice(None)) -> np.ndarray:
     """A tensor, or a range of its rows; nothing else of the file is read.
 
     Raises:
@@ -140,9 +147,9 @@ def read_rows(name: str, header: Header, rows: slice = slice(None)) -> np.ndarra
     try:
         raw = np.fromfile(header.file, np.uint8, size, offset=start)
     except OSError as error:
-        raise UserError(f"cannot read {name} from {header.file}: {error}") from error
+        raise UserError(f"cannot read {header.name} from {header.file}: {error}") from error
     if raw.size != size:
-        raise UserError(f"{header.file} ends inside {name}: the file is cut off")
+        raise UserError(f"{header.file} ends inside {header.name}: the file is cut off")
     return raw.view(dtype).reshape(shape)
 
 
@@ -154,7 +161,8 @@ def _tensor_files(directory: Path) -> dict[Path, set[str]]:
     if not index.is_file():
         raise UserError(f"{directory} holds neither {single.name} nor {index.name}")
     shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+    named = isinstance(shards, dict) and all(isinstance(s, str) for s in shards.values())
+    if not named or not shards:
         raise UserError(f"{index} has no weight_map of tensor names to file names")
     files: dict[Path, set[str]] = {}
     for name, shard in shards.items():
@@ -193,8 +201,8 @@ def _read_file_headers(path: Path) -> dict[str, Header]:
 
 def _header(path: Path, name: str, entry: Mapping[str, Any], data: int) -> Header:
     """One entry of a header, if it can be true; the values begin at byte `data` of the file."""
-    shape, dtype = tuple(entry["shape"]), entry["dtype"]
-    first, end = entry["data_offsets"]
+    shape, dtype = tuple(map(operator.index, entry["shape"])), entry["dtype"]
+    first, end = map(operator.index, entry["data_offsets"])
     known = DTYPES.get(dtype)
     if known is not None and end - first != math.prod(shape) * known.itemsize:
         raise UserError(
@@ -205,4 +213,4 @@ def _header(path: Path, name: str, entry: Mapping[str, Any], data: int) -> Heade
         raise UserError(
             f"{path} is cut off: {name} ends at byte {data + end:,}, and the file has {size:,}"
         )
-    return Header(path, shape, dtype, data + first)
+    return Header(name, path, shape, dtype, data + first)

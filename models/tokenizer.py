@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 from dhisparse_jax.errors import UserError
 
 BYTE_VALUES = 256
+MOST_BYTE_TOKENS = 512
+"""Of a vocabulary of bytes: these and some special tokens; others have a tokenizer."""
 
 
 @runtime_checkable
@@ -146,7 +148,7 @@ def byte_alphabet() -> dict[str, int]:
 def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a checkpoint: its `tokenizer.json`, or bytes where it has none.
 
-    A vocabulary that is too small for bytes gets a `NoTokenizer`.
+    A vocabulary that is too small for bytes, or too large to be one, gets a `NoTokenizer`.
 
     Args:
         directory: a checkpoint's folder.
@@ -158,10 +160,11 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         return FileTokenizer(path, vocab_size)
-    if vocab_size < BYTE_VALUES:
+    if not BYTE_VALUES <= vocab_size <= MOST_BYTE_TOKENS:
+        size = "too small for" if vocab_size < BYTE_VALUES else "not one of"
         return NoTokenizer(
-            f"{directory} has no tokenizer.json, and its vocabulary of {vocab_size} is too small "
-            f"for bytes (256): add the checkpoint's tokenizer.json"
+            f"{directory} has no tokenizer.json, and its vocabulary of {vocab_size} is {size} "
+            f"bytes (256): add the checkpoint's tokenizer.json"
         )
     return ByteTokenizer()
 

@@ -18,8 +18,9 @@ ConvertDtype = Annotated[
     DtypeName | None,
     typer.Option(
         "--dtype",
-        help="What quantised weights become, but for experts that stay stored. Default: what the "
-        "weights are that are not quantised.",
+        help="What quantised weights become, but for experts that stay stored, and weights that "
+        "are stored as more than config.json says. Default: the least that loses nothing, float32 "
+        "where scales are; it becomes bfloat16 when it is loaded with --dtype bfloat16.",
     ),
 ]
 

@@ -1,11 +1,13 @@
 """`dhisparse convert`: a published checkpoint as one that loads faster, and without its files."""
 
+import os
 from pathlib import Path
 
 import typer
 
 from dhisparse_jax.cli import checkpoint_options as own
 from dhisparse_jax.cli import options as opt
+from dhisparse_jax.cli.interrupt import INTERRUPTED
 from dhisparse_jax.cli.report import json_line
 
 
@@ -27,12 +29,16 @@ def convert(
 
     from dhisparse_jax.models.convert import convert as run
 
-    written = run(
-        Path(source),
-        Path(target),
-        dtype=None if dtype is None else jnp.dtype(dtype.value),
-        stored_experts=experts is opt.ExpertsName.STORED,
-    )
+    try:
+        written = run(
+            Path(source),
+            Path(target),
+            dtype=None if dtype is None else jnp.dtype(dtype.value),
+            stored_experts=experts is opt.ExpertsName.STORED,
+        )
+    except KeyboardInterrupt:
+        # Threads of Orbax that still write would abort the process, and say so, where it ends.
+        os._exit(INTERRUPTED)
     typer.echo(
         f"{target}: {written.arrays} weights, {written.bytes / 2**30:.2f} GiB, experts "
         f"{written.expert_format}; {len(written.unused)} tensors are not used"

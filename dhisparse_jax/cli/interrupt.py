@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Generator
 from types import FrameType
 
+INTERRUPTED = 130
+"""The exit code of what a signal ended, as shells have it for SIGINT."""
 NOTICE = b"\nstopping after this step; once more stops at once\n"
 
 

@@ -22,13 +22,13 @@ from dhisparse_jax.cli.convert import convert
 from dhisparse_jax.cli.decode import decode
 from dhisparse_jax.cli.doctor import doctor
 from dhisparse_jax.cli.evaluate import evaluate
+from dhisparse_jax.cli.interrupt import INTERRUPTED
 from dhisparse_jax.cli.plan import plan
 from dhisparse_jax.cli.serve import serve
 from dhisparse_jax.cli.verify_hf import verify_hf
 from dhisparse_jax.errors import UserError
 
 BAD_INPUT = 2
-INTERRUPTED = 130
 
 # Typer carries its own copy of click, whose base of all usage errors has no public name.
 USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

@@ -20,6 +20,7 @@ from dhisparse_jax.hierarchy.layout import row_options
 from dhisparse_jax.models.attached.model import AttachedModel, Block
 from dhisparse_jax.models.deepseek_v4 import decode as v4_decode
 from dhisparse_jax.models.deepseek_v4.attention import Projected
+from dhisparse_jax.models.deepseek_v4.store import kept_words, with_room
 from dhisparse_jax.models.deepseek_v41 import decode as v41_decode
 from dhisparse_jax.models.draft.drafter import DrafterParams
 from dhisparse_jax.models.draft.proposal import picker, walk_markov
@@ -73,7 +74,7 @@ class AttachedDrafter:
 
     def init(self, requests: int) -> Ring:
         """Empty rings."""
-        sizes = (requests, self.config.stages, self.window, 1, self.row.words)
+        sizes = (requests, self.config.stages, self.window, 1, kept_words(self.row))
         return init_ring(*sizes, jnp.int32, value_dim=0)
 
     def propose(
@@ -104,7 +105,7 @@ class AttachedDrafter:
         location = _locations(visible(state, positions, None)[1])
 
         def attend(stage: int, projected: Projected) -> Float[Array, "R B heads head"]:
-            fresh = stored_rows(self.row, projected.row)
+            fresh = self._stored(projected.row)
             both = jnp.concatenate((state.keys[:, stage, :, 0], fresh), axis=1)
             slots = both.reshape(-1, both.shape[-1])
             options = row_options(self._geometry, 0)
@@ -126,12 +127,16 @@ class AttachedDrafter:
         """See `speculation.protocol.Drafter`."""
         ahead = jnp.arange(features.shape[1], dtype=jnp.int32).reshape(1, -1)
         rows = self._model(params).rows(features, start[:, None] + ahead)
-        keys = stored_rows(self.row, rows)[:, :, :, None]
+        keys = self._stored(rows)[:, :, :, None]
         return write(state, keys, keys[..., :0], start, count)
 
     def reset(self, state: Ring, row: Int[Array, ""]) -> Ring:
         """See `speculation.protocol.Drafter`."""
         return reset_row(state, row)
+
+    def _stored(self, rows: Float[Array, "*n head"]) -> Int[Array, "*n words"]:
+        """Rows as the ring has them."""
+        return with_room(stored_rows(self.row, rows), kept_words(self.row))
 
     @property
     def _geometry(self) -> Geometry:

@@ -98,7 +98,8 @@ def load_attached(
     Args:
         directory: of the checkpoint.
         target: sizes of the target.
-        dtype: Compute dtype; the dtype of the weights when None.
+        dtype: Compute dtype; None: that of the target's configuration, and weights keep what they
+            are.
         stored_experts: Whether quantised experts stay so.
         place: Where each array goes, from its flat name and shape.
 
@@ -106,9 +107,8 @@ def load_attached(
         UserError: There is no drafter, it does not fit the target, or its tensors are missing,
             left over, wrongly shaped, or of an unsupported type.
     """
-    dtype = jnp.dtype(dtype or target.param_dtype)
     if (directory / OWN_WEIGHTS).is_dir():
-        config, params = _load_own(directory, target, place)
+        config, params = _load_own(directory, target, dtype, place)
     else:
         config, tensors = _find_published(directory, target)
         if stored_experts:
@@ -117,7 +117,8 @@ def load_attached(
         like = abstract_attached(config, target)
         pieces = attached_pieces(config, flatten(like))
         params = load_params(like, pieces, tensors, {}, dtype, place)
-    return Attached(config, fill(lambda: make_attached(config, target, dtype), params))
+    computed = jnp.dtype(dtype or target.param_dtype)
+    return Attached(config, fill(lambda: make_attached(config, target, computed), params))
 
 
 def save_attached(
@@ -129,7 +130,9 @@ def save_attached(
     save_json(directory / OWN_DRAFT / CONFIG_FILE, dataclasses.asdict(config))
 
 
-def _load_own(directory: Path, target: SinceV4, place: Place) -> tuple[AttachedConfig, Nested]:
+def _load_own(
+    directory: Path, target: SinceV4, dtype: jnp.dtype | type | None, place: Place
+) -> tuple[AttachedConfig, Nested]:
     folder = (directory / OWN_DRAFT).absolute()
     if not folder.is_dir():
         raise UserError(f"{directory} has no draft attached")
@@ -140,7 +143,7 @@ def _load_own(directory: Path, target: SinceV4, place: Place) -> tuple[AttachedC
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     like = abstract_attached(config, target)
-    flat = restore_weights(folder / OWN_WEIGHTS, flatten(like), place)
+    flat = restore_weights(folder / OWN_WEIGHTS, flatten(like), dtype, place)
     return config, unflatten(flat, like)
 
 
@@ -164,6 +167,8 @@ def _find_published(directory: Path, target: SinceV4) -> tuple[AttachedConfig, P
         attached_shapes(config, target),
         block=block,
         canonical=canonical_attached_name,
-        ignored=lambda name: not name.startswith(f"{ROOT}.") or family.unused(name),
+        ignored=lambda names: [
+            name for name in names if not name.startswith(f"{ROOT}.") or family.unused(name)
+        ],
     )
     return config, tensors

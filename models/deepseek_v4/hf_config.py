@@ -84,7 +84,7 @@ _KINDS = {
     "compressed_sparse_attention": SELECTED,
     "heavily_compressed_attention": ALL,
 }
-_SELECTED_RATE, _ALL_RATE = 4, 128
+_USUAL_RATES = (4, 128)
 
 
 @renamed(NAMES)
@@ -125,12 +125,19 @@ def parse_v4_config(raw: Mapping[str, Any]) -> V4Config:
 
 
 def _rates(raw: Mapping[str, Any]) -> tuple[int, int]:
-    """Positions per entry of the two kinds of layers that have entries."""
+    """Positions per entry of the two kinds of layers that have entries.
+
+    Where only rates of layers are published, and two, entries of the smaller one are selected.
+    """
     rates = raw.get("compress_rates") or {}
     if not isinstance(rates, Mapping) or rates.keys() - _KINDS.keys():
         raise UserError(f"compress_rates is {rates!r}, expected rates by type of layer")
-    selected = integer(rates, "compressed_sparse_attention", _SELECTED_RATE)
-    every = integer(rates, "heavily_compressed_attention", _ALL_RATE)
+    ratios = raw.get("compress_ratios")
+    listed = ratios if isinstance(ratios, list) else []
+    several = sorted({rate for rate in listed if type(rate) is int and rate > 0})
+    usual = several if len(several) == 2 else _USUAL_RATES
+    selected = integer(rates, "compressed_sparse_attention", usual[0])
+    every = integer(rates, "heavily_compressed_attention", usual[1])
     found = (
         integer(raw, "compress_rate_csa", selected),
         integer(raw, "compress_rate_hca", every),
@@ -154,7 +161,7 @@ def _layer_kinds(raw: Mapping[str, Any], layers: int, by_rate: Mapping[int, str]
             continue
         if not isinstance(values, list) or len(values) < layers:
             raise UserError(f"{name} is no list of {layers} layers")
-        unknown = [value for value in values[:layers] if value not in known]
+        unknown = [value for value in values[:layers] if value not in list(known)]
         if unknown:
             raise UserError(f"{name} holds {unknown[0]!r}; known are {', '.join(map(str, known))}")
         kinds.append([known[value] for value in values[:layers]])

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from dhisparse_jax.configs.deepseek_v4 import V4Sizes
 from dhisparse_jax.models.glm.linear import exact_dot, weight_init
-from dhisparse_jax.models.glm.norms import normalised
+from pallas_kernels.sinkhorn.api import sinkhorn
 
 Streams = Float[Array, "*batch streams width"]
 
@@ -68,15 +68,10 @@ class HyperConnection(nnx.Module):
         return Mixing(
             pre=jax.nn.sigmoid(pre) + self.epsilon,
             post=2 * jax.nn.sigmoid(post),
-            carry=self._doubly_stochastic(carry.reshape(*mix.shape[:-1], n, n)),
+            carry=sinkhorn(
+                carry.reshape(*mix.shape[:-1], n, n), steps=self.steps, epsilon=self.epsilon
+            ),
         )
-
-    def _doubly_stochastic(self, logits: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-        """Rows by softmax, then columns and rows in turn (Sinkhorn and Knopp, 1967)."""
-        by = lambda c, axis: c / (jnp.sum(c, axis=axis, keepdims=True) + self.epsilon)
-        carry = by(jax.nn.softmax(logits, axis=-1) + self.epsilon, -2)
-        # A loop: unrolled, these steps would be most of what has to be compiled of a model.
-        return jax.lax.fori_loop(1, self.steps, lambda _, c: by(by(c, -1), -2), carry)
 
 
 class HyperHead(nnx.Module):
@@ -111,19 +106,18 @@ def connected(
     x: Streams, update: Float[Array, "*batch width"], mixing: Mixing
 ) -> Float[Array, "*batch streams width"]:
     """The streams after a sublayer: `post_k update + sum_j C[j, k] X_j`, in the dtype of `x`."""
-    carried = jnp.einsum(
-        "...jk,...jd->...kd",
-        mixing.carry,
-        x.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    added = mixing.post[..., None] * update.astype(jnp.float32)[..., None, :]
-    return (added + carried).astype(x.dtype)
+    # Not a product of matrices as small as these: this way it is one kernel that reads x once.
+    wide = x.astype(jnp.float32)
+    total = mixing.post[..., None] * update.astype(jnp.float32)[..., None, :]
+    for stream in range(x.shape[-2]):
+        total = total + mixing.carry[..., stream, :, None] * wide[..., stream : stream + 1, :]
+    return total.astype(x.dtype)
 
 
 def _flat_logits(
     x: Streams, fn: Float[Array, "flat outputs"], epsilon: float
 ) -> Float[Array, "*batch outputs"]:
-    """All streams, normalised together without weights, times a matrix."""
+    """All streams, normalised together without weights, times a matrix; divided after the sum."""
     flat = x.reshape(*x.shape[:-2], -1).astype(jnp.float32)
-    return exact_dot(normalised(flat, epsilon), fn)
+    squares = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
+    return exact_dot(flat, fn) * jax.lax.rsqrt(squares + epsilon)

@@ -18,6 +18,10 @@ NEAR, RAW, INDEX_RAW, FAR = "near", "raw", "index_raw", "far"
 """Its window; of the newest tokens what its compressor needs, and that of its indexer; entries."""
 
 
+ROW_UNIT = 4
+"""Words; see `kept_words`."""
+
+
 class Key(NamedTuple):
     """What a layer keeps.
 
@@ -55,8 +59,9 @@ class Store:
         self, key: Key, index: Int[Array, "R t"], rows: Float[Array, "R t width"]
     ) -> "Store":
         """Write rows that attention reads, in their format."""
-        form = self.kept[key].row or self.geometry.row
-        return self.put(key, index, stored_rows(form, rows))
+        kept = self.kept[key]
+        words = stored_rows(kept.row or self.geometry.row, rows)
+        return self.put(key, index, with_room(words, kept.width))
 
     def rows(self, key: Key, index: Int[Array, "R *t"]) -> Shaped[Array, "R *t width"]:
         """Rows at positions; undefined before the first."""
@@ -95,6 +100,17 @@ def open_store(geometry: Geometry, kept: Mapping[Key, Kept], beside: Beside) -> 
     return Store(geometry, kept, dict(zip(kept, beside.kept, strict=True)), beside)
 
 
+def kept_words(row: RowFormat) -> int:
+    """Words between rows that attention reads: kernels read them from multiples of 16 bytes on."""
+    return -(-row.words // ROW_UNIT) * ROW_UNIT
+
+
+def with_room(words: Int[Array, "*n words"], width: int) -> Int[Array, "*n width"]:
+    """Rows of so many words."""
+    missing = width - words.shape[-1]
+    return jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, missing)])
+
+
 def kept_by(config: V4Config, row: RowFormat, layers: tuple[int, ...]) -> dict[Key, Kept]:
     """What some layers keep, in order.
 
@@ -102,13 +118,14 @@ def kept_by(config: V4Config, row: RowFormat, layers: tuple[int, ...]) -> dict[K
     in twice the channels.
     """
     found: dict[Key, Kept] = {}
+    words = kept_words(row)
     raw = lambda width, span: Kept(width=width, dtype="float32", span=span)
     for layer in layers:
-        found[Key(layer, NEAR)] = Kept(width=row.words, dtype="int32", span=config.window)
+        found[Key(layer, NEAR)] = Kept(width=words, dtype="int32", span=config.window)
         if config.layer_kinds[layer] == ALL:
             rate = config.all_rate
             found[Key(layer, RAW)] = raw(2 * config.head_dim, rate)
-            found[Key(layer, FAR)] = Kept(width=row.words, dtype="int32", rate=rate)
+            found[Key(layer, FAR)] = Kept(width=words, dtype="int32", row=row, rate=rate)
         if config.layer_kinds[layer] == SELECTED:
             span = 2 * config.selected_rate
             found[Key(layer, RAW)] = raw(4 * config.head_dim, span)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -24,28 +25,17 @@ from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Params, Ran
 from dhisparse_jax.models.deepseek_v4.attention import Projected
 from dhisparse_jax.models.deepseek_v4.decode import row_format
-from dhisparse_jax.models.deepseek_v4.hyper import Streams, collapsed, connected, mean_stream
-from dhisparse_jax.models.deepseek_v4.store import NEAR, RAW, Key, Store, open_store
+from dhisparse_jax.models.deepseek_v4.hyper import mean_stream
+from dhisparse_jax.models.deepseek_v4.store import NEAR, RAW, Key, Store, kept_words, open_store
 from dhisparse_jax.models.deepseek_v4.window import Place, attend_window, merged, new_entries
 from dhisparse_jax.models.deepseek_v41.attention import EntrySource, V41Attention
 from dhisparse_jax.models.deepseek_v41.model import V41Model
+from dhisparse_jax.models.deepseek_v41.streams import Carried, after, before, packed, unpacked
 from dhisparse_jax.models.history import key_dtype, with_formats
 from pallas_kernels.common.scaled_rows import V41_ENTRY, V41_WINDOW
 
 TOKENS = "tokens"
 """The last token ids of a text, kept for the memory before a layer."""
-
-
-class Carried(NamedTuple):
-    """What goes from sublayer to sublayer.
-
-    Attributes:
-        streams: the residual streams.
-        pre: float32 weights of the streams in the input of the next sublayer.
-    """
-
-    streams: Streams
-    pre: Float[Array, "*batch streams"]
 
 
 class _New(NamedTuple):
@@ -124,39 +114,17 @@ class V41Served:
         for number in group:
             block, place = model.layers[number], Place(number, positions, open_group, attend)
             if block.engram is not None:
-                words, store = _words(model, place, store)
-                carried = carried._replace(streams=block.engram(carried.streams, words))
+                with jax.named_scope("engram"):
+                    words, store = _words(model, place, store)
+                    carried = carried._replace(streams=block.engram(carried.streams, words))
             if number - group[0] in taps:
                 read.append(mean_stream(carried.streams))
-            mixing = block.attention_hyper.mixing(carried.streams)
-            inner = block.attention_norm(collapsed(*carried))
+            mixing, inner = before(block.attention_hyper, block.attention_norm, carried)
             update, store, opened = _attention(block.attention, inner, place, store, opened)
-            carried = Carried(connected(carried.streams, update, mixing), mixing.pre)
-            mixing = block.mlp_hyper.mixing(carried.streams)
-            inner = block.mlp_norm(collapsed(*carried))
-            update = block.mlp(inner, beside.tokens)
-            carried = Carried(connected(carried.streams, update, mixing), mixing.pre)
+            carried = after(carried, update, mixing)
+            mixing, inner = before(block.mlp_hyper, block.mlp_norm, carried)
+            carried = after(carried, block.mlp(inner, beside.tokens), mixing)
         return Ran(packed(carried), tuple(read), opened, store.arrays)
-
-
-def packed(carried: Carried) -> Float[Array, "R T D"]:
-    """The streams side by side, then the weights: as the streams' dtype has them, and what is left.
-
-    So float32 weights lose nothing in float32, and keep 16 bits beside bfloat16 streams.
-    """
-    streams, pre = carried
-    flat = streams.reshape(*streams.shape[:-2], -1)
-    high = pre.astype(flat.dtype)
-    low = (pre - high.astype(jnp.float32)).astype(flat.dtype)
-    return jnp.concatenate((flat, high, low), axis=-1)
-
-
-def unpacked(x: Float[Array, "R T D"], streams: int) -> Carried:
-    """The reverse of `packed`."""
-    width = x.shape[-1] - 2 * streams
-    flat, high, low = jnp.split(x, [width, width + streams], axis=-1)
-    pre = high.astype(jnp.float32) + low.astype(jnp.float32)
-    return Carried(flat.reshape(*flat.shape[:-1], streams, -1), pre)
 
 
 def geometry_of(config: V41Config, dtype: str) -> Geometry:
@@ -203,7 +171,9 @@ def kept_by(config: V41Config, dtype: str, layers: tuple[int, ...]) -> Mapping[K
     found: dict[Key, Kept] = {}
     row = window_format(config, dtype)
     for layer in layers:
-        found[Key(layer, NEAR)] = Kept(width=row.words, dtype="int32", row=row, span=config.window)
+        found[Key(layer, NEAR)] = Kept(
+            width=kept_words(row), dtype="int32", row=row, span=config.window
+        )
         rate = config.rates[layer]
         if layer in config.entry_sources and rate > 1:
             found[Key(layer, RAW)] = Kept(width=2 * config.head_dim, dtype="float32", span=rate)
@@ -228,18 +198,24 @@ def _attention(
     opened: Any,  # noqa: ANN401  # the library's, handed on
 ) -> tuple[Float[Array, "R T width"], Store, Any]:
     """The residual update of one layer, and what its group keeps and has opened now."""
-    projected = attention.project(x, place.positions)
-    found, store = attend_window(attention, projected, place, store)
+    with jax.named_scope("project"):
+        projected = attention.project(x, place.positions)
+    with jax.named_scope("window"):
+        found, store = attend_window(attention, projected, place, store)
     new = _NOTHING_NEW
     if attention.source is not None:
-        new, store = _new_entries(attention.source, x, place, store)
+        with jax.named_scope("indexer"):
+            new, store = _new_entries(attention.source, x, place, store)
     if attention.indexer is not None:
-        index = _index(attention, x, projected, place, new)
+        with jax.named_scope("indexer"):
+            index = _index(attention, x, projected, place, new)
         opened = place.open_group(index, None if new.keys is not None else opened)
     if attention.rate:
         far, opened = place.attend(opened, 0, new.entries, projected.query)
-        found = merged(found, far)
-    return attention.output(found.values, place.positions), store, opened
+        with jax.named_scope("attend"):
+            found = merged(found, far)
+    with jax.named_scope("combine"):
+        return attention.output(found.values, place.positions), store, opened
 
 
 def _new_entries(

@@ -12,7 +12,13 @@ from dhisparse_jax.models.draft.config import DraftConfig
 from dhisparse_jax.models.draft.hf_config import parse_draft_config
 from dhisparse_jax.models.hf_config import read_json
 from dhisparse_jax.models.params import Flat, Nested, cast_like, flatten, unflatten
-from dhisparse_jax.models.tensor_files import Header, Shape, check_headers, read_headers, reading
+from dhisparse_jax.models.tensor_files import (
+    Shape,
+    check_headers,
+    read_headers,
+    read_rows,
+    renamed,
+)
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -55,15 +61,12 @@ def load_published_draft(directory: Path, target: GlmConfig) -> PublishedDraft:
             "a draft without it would propose nothing useful"
         )
     config = parse_draft_config(read_json(directory / "config.json"), target)
-    found = _canonical(read_headers(directory))
+    found = renamed(read_headers(directory), _canonical)
     own = {name for name in (EMBEDDING, HEAD) if name in found}
     expected = published_shapes(config)
     vocabulary = (config.vocab_size, config.hidden_size)
-    check_headers(
-        expected | dict.fromkeys(own, vocabulary), {name: h for name, (_, h) in found.items()}
-    )
-    with reading({given: header.file for given, header in found.values()}) as read:
-        arrays = {name: read(given) for name, (given, _) in found.items()}
+    check_headers(expected | dict.fromkeys(own, vocabulary), found)
+    arrays = {name: read_rows(header) for name, header in found.items()}
     like = abstract_draft(config)
     flat: Flat = {name: _ours(name, arrays[_published(name)]) for name in flatten(like)}
     head = arrays.get(HEAD)
@@ -97,17 +100,7 @@ def _ours(name: str, array: np.ndarray) -> np.ndarray:
     return array.T if _is_kernel(name) else array
 
 
-def _canonical(headers: dict[str, Header]) -> dict[str, tuple[str, Header]]:
-    """Tensors by their main name, with the name that the files use.
-
-    Raises:
-        UserError: Two names in the files mean the same tensor.
-    """
-    found: dict[str, tuple[str, Header]] = {}
-    for given, header in headers.items():
-        bare = given.removeprefix(_PREFIX)
-        name = _ALIASES.get(bare, bare)
-        if name in found:
-            raise UserError(f"the checkpoint has {name} twice: as {found[name][0]} and as {given}")
-        found[name] = (given, header)
-    return found
+def _canonical(name: str) -> str:
+    """The main name of a tensor."""
+    bare = name.removeprefix(_PREFIX)
+    return _ALIASES.get(bare, bare)

@@ -42,7 +42,7 @@ class StepLoad:
         requests: of this GPU.
         queries: per request.
         context: positions of each request.
-        attended: distinct rows that a request selects in each pool, on average.
+        attended: distinct rows that one selection of a request has, on average.
         fetched: records that a request fetches in each pool, on average.
     """
 

@@ -1,20 +1,78 @@
 """The indexer: cheap scores that say which rows a query attends to."""
 
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.configs.glm import RopeStyle
+from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.models.glm.linear import exact_dot, linear, weight_init
 from dhisparse_jax.models.glm.norms import LayerNorm
 from dhisparse_jax.models.glm.rope import rotate_first
 
 
+@runtime_checkable
+class IndexerSizes(Protocol):
+    """What an indexer needs of a configuration."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def q_lora_rank(self) -> int:
+        """Width of what queries are made of."""
+        ...
+
+    @property
+    def index_heads(self) -> int:
+        """Heads of index queries."""
+        ...
+
+    @property
+    def index_dim(self) -> int:
+        """Width of a head, and of an index key."""
+        ...
+
+    @property
+    def index_norm_eps(self) -> float:
+        """Epsilon of the norm of index keys."""
+        ...
+
+    @property
+    def index_rope_style(self) -> RopeStyle:
+        """Which channels form a rotated pair."""
+        ...
+
+    @property
+    def qk_rope_dim(self) -> int:
+        """Leading channels that are rotated."""
+        ...
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of their frequencies."""
+        ...
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """How positions are stretched."""
+        ...
+
+    @property
+    def param_dtype(self) -> str:
+        """Dtype of the weights."""
+        ...
+
+
 class Indexer(nnx.Module):
     """Queries, keys and head weights of one selection group."""
 
-    def __init__(self, config: GlmConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: IndexerSizes, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         param_dtype = jnp.dtype(config.param_dtype)
         linear_args = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.wq = linear(config.q_lora_rank, config.index_heads * config.index_dim, **linear_args)

@@ -1,5 +1,7 @@
 """Feed-forward layers: the gated MLP, the router, and the mixture of experts."""
 
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,10 +14,30 @@ from dhisparse_jax.models.glm.linear import exact_dot, linear, residual_init, we
 from dhisparse_jax.models.stored_experts import StoredExperts
 
 
+@runtime_checkable
+class MlpSizes(Protocol):
+    """What a gated MLP needs of a configuration."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, by which the initial weights go."""
+        ...
+
+    @property
+    def param_dtype(self) -> str:
+        """Dtype of the weights."""
+        ...
+
+
 class GatedMlp(nnx.Module):
     """`down(silu(gate x) * up x)`."""
 
-    def __init__(self, config: GlmConfig, inner: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: MlpSizes, inner: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         width = config.hidden_size
         args = {"dtype": dtype, "param_dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
         self.gate = linear(width, inner, **args)

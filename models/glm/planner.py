@@ -27,6 +27,7 @@ from dhisparse_jax.models.glm.costs import (
     predicted_seconds,
     step_seconds,
     step_work,
+    weight_bytes,
 )
 from dhisparse_jax.models.glm.decode import geometry_of
 from dhisparse_jax.models.glm.memory import Account, Fit, account, fit
@@ -194,7 +195,8 @@ def _planned(asked: Deployment, draft: Draft, policy: Policy) -> Planned:
     config, experts = asked.config, asked.config.num_experts // asked.gpus
     queries = draft.drafter.length + 1
     sized = lambda fit: hierarchy_of(asked, policy, fit, queries)
-    held = lambda fit: account(config, experts, sized(fit), draft.drafter, draft.bytes)
+    weights = weight_bytes(config, experts)
+    held = lambda fit: account(weights, config.vocab_size, sized(fit), draft.drafter, draft.bytes)
     limit = asked.gpu.device_bytes
     fits = lambda fit: held(fit).device_bytes <= limit
     found = fit(policy, asked.requests, asked.capacity, config.index_top_k, fits)

@@ -86,7 +86,7 @@ class SparseWithIndexLoss:
         context, weights = sparse_attention(
             projected, shared.selected, block.attention.scale, chunk=self.chunk
         )
-        divergence = _divergence(weights, shared.log_index, shared.selected >= 0)
+        divergence = kl_divergence(weights, shared.log_index, shared.selected >= 0)
         return Attended(block.attention.combine(context), shared, jnp.mean(divergence))
 
 
@@ -100,7 +100,7 @@ def _index_inputs(
     )
 
 
-def _divergence(
+def kl_divergence(
     target: Float[Array, "*batch rows"],
     log_index: Float[Array, "*batch rows"],
     visible: Bool[Array, "*batch rows"],
@@ -130,7 +130,7 @@ def _causal_index_loss(
         visible = causal_mask(positions, k.shape[1])
         scores = index_scores(queries, index.keys, weights)
         log_index = jax.nn.log_softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-        return _divergence(target, log_index, visible)
+        return kl_divergence(target, log_index, visible)
 
     return jnp.mean(
         map_query_chunks(divergence, q, index.queries, index.weights, positions, chunk=chunk)

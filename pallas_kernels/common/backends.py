@@ -22,6 +22,8 @@ GPU_KERNELS: dict[str, Backend] = {
     "top_k": "triton",
     "sparse_attention": "mosaic",
     "retrieve_attend": "mosaic",
+    "packed_products": "triton",
+    "sinkhorn": "triton",
 }
 """The GPU kernel of each operation; there is one. Only `index_scores` has another one, for float32,
 in which the matrix units do not multiply."""
@@ -38,6 +40,8 @@ TPU_KERNELS: dict[str, Backend] = {
 TPU_WITHOUT_KERNEL = {
     "plan": "XLA's gathers and sorts of small tables serve on a TPU",
     "retrieve_attend": "one operation after the other on a TPU",
+    "packed_products": "plain XLA on a TPU",
+    "sinkhorn": "plain XLA on a TPU",
 }
 """Operations that have no TPU kernel on purpose, and why."""
 

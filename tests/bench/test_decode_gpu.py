@@ -10,25 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.replayed import accepted_proposals, followed, selections, survival_for
+from bench.replayed import accepted_proposals, followed, selections
 from bench.script import Script
-from bench.shard_cells import Cell, decode_state, no_profile
+from bench.shard_cells import Cell, decode_state, no_profile, replaying
 from bench.shard_experts import expert_room, run_experts, uniform_picks
 from bench.shard_figures import reached
-from bench.shard_load import draft_of, replay_arrays
+from bench.shard_glm import split
+from bench.shard_load import draft_of, paths, replay_arrays
 from bench.shard_memory import account, fitted
-from bench.shard_model import ShardParams
+from bench.shard_products import gated, times_each
+from bench.shard_replay import ShardParams
+from bench.shard_report import ratios
 from bench.shard_segments import segments
-from bench.shard_setup import abstract_setup, host_requests, split
+from bench.shard_setup import abstract_setup, host_requests, shard_of
 from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
-from bench.shard_weights import abstract_weights, random_like, random_weights
+from bench.shard_weights import abstract_weights, random_like
 from bench.simulator import Simulator
 from bench.stages import Kernel, by_stage
 from dhisparse_jax.config import Policy
-from dhisparse_jax.configs.gpus import Rates
+from dhisparse_jax.configs.gpus import H200, Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
-from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, tokens_per_step
+from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, survival_for, tokens_per_step
 from dhisparse_jax.engine.output import packed_steps, places, unpacked
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
@@ -52,16 +55,25 @@ def size_of(tree):
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("policy", Policy)
-def test_the_state_is_as_requests_leave_it(policy):
-    setup = setup_of()
-    cfg = setup.config(cell_of(policy))
+@pytest.mark.parametrize(
+    ("policy", "model"), [*((policy, "tiny") for policy in Policy), ("adaptive", "tiny-v4.1")]
+)
+def test_the_state_is_as_requests_leave_it(policy, model):
+    setup = setup_of(model=model)
+    cfg = setup.config(cell_of(Policy(policy), hot_rows=2 * setup.model.config.index_top_k))
     made = patterns(cfg)
     state = warm_state(cfg, made, host_pools(cfg, made), CONTEXT)
     like = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract(cfg))
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == like
     assert check_invariants(state, cfg) == dict.fromkeys(check_invariants(state, cfg), True)
     assert bool(state.active.all()) and hosts_of(state)[0].host is state.pools[0].host
+
+
+def test_weights_of_v41_are_counted_to_the_byte():
+    shard = shard_of("tiny-v4.1", None, 2)
+    assert sum(shard.weight_bytes().values()) == size_of(shard.share.shapes)
+    # The one table of ids for n-grams is a group's, the rest is read once.
+    assert size_of(shard.abstract_weights()) == size_of(shard.share.shapes)
 
 
 @pytest.mark.parametrize(("config", "experts"), [(GLM_5_3, 32), (TINY, 4)])
@@ -81,9 +93,12 @@ def test_heads_over_several_chips():
         split(GLM_5_3, 3)
 
 
-@pytest.mark.parametrize("draft", ["none", "dflash2", "dspark"])
-def test_the_account_is_the_bytes_of_all_arrays(draft):
-    setup = setup_of(draft)
+@pytest.mark.parametrize(
+    ("draft", "model"),
+    [("none", "tiny"), ("dflash2", "tiny"), ("dspark", "tiny"), ("dspark", "tiny-v4.1")],
+)
+def test_the_account_is_the_bytes_of_all_arrays(draft, model):
+    setup = setup_of(draft, model)
     cell = dataclasses.replace(cell_of(Policy.ADAPTIVE), draft=draft)
     cfg = setup.config(cell)
     state = abstract(cfg)
@@ -125,12 +140,12 @@ def test_requests_without_host_pages_of_their_own_share_them():
 def test_host_memory_has_whole_requests():
     """100,000 positions of GLM-5.3: records of 52,608 bytes, and keys of 21 x 256."""
     each = 100_000 * (2 * 768 + 19 * 2688 + 21 * 256)
-    assert host_requests("glm-5.3", None, 100_000, 16.9 * each) == 16
+    assert host_requests(shard_of("glm-5.3", None, 8), 100_000, 16.9 * each) == 16
 
 
 @pytest.mark.parametrize("mean", [1.5, 3.97, 5.29, 7.5])
 def test_a_profile_with_another_mean(mean):
-    survival = survival_for(mean)
+    survival = survival_for(mean, PUBLISHED_SURVIVAL)
     assert tokens_per_step(survival) == pytest.approx(mean)
     assert list(survival) == sorted(survival, reverse=True)
     assert 0 < survival[-1] <= survival[0] < 1
@@ -138,7 +153,7 @@ def test_a_profile_with_another_mean(mean):
 
 def test_a_mean_that_no_profile_has_is_refused():
     with pytest.raises(UserError, match="a mean of 9 tokens per step is not between 1 and 8"):
-        survival_for(9.0)
+        survival_for(9.0, PUBLISHED_SURVIVAL)
 
 
 def figures(requests, tokens_per_s, tpot_ms):
@@ -155,6 +170,9 @@ SWEEP = [
     row_of(64, "adaptive", figures(60, 1200.0, 50.0)),
     row_of(4, "resident", figures(4, 112.0, 35.0)),
 ]
+
+
+SPEEDS = {"fixed": 10.0, "resident_dspark": 40.0, "adaptive_dspark": 80.0}
 
 
 def test_shares_of_floors():
@@ -186,6 +204,14 @@ def test_the_most_within_a_bound():
     assert fixed["cells"]["adaptive"] == {"requests": 60, "tokens_per_s": 1200.0}
     assert adaptive["cells"]["fixed"] == {"requests": 4, "tokens_per_s": 100.0}
     assert not bounded(SWEEP, [1.0])[0]["cells"]
+
+
+def test_cells_are_compared_without_a_draft_and_with_the_same():
+    cells = {name: {"tokens_per_s": speed} for name, speed in SPEEDS.items()}
+    found = ratios(cells)
+    assert found["adaptive_dspark/resident_dspark"] == 2.0
+    assert found["adaptive_dspark/fixed"] == 8.0
+    assert "fixed/resident_dspark" not in found
 
 
 def test_low_load_is_compared_with_resident():
@@ -249,7 +275,8 @@ def test_experts_sum_what_tokens_picked():
     x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
     expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
     weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
-    found = run_experts(experts, x, expert, weight)
+    run = lambda rows, _: gated(experts, rows, times_each)
+    found = run_experts(run, 4, x, expert, weight)
     exact = lambda matrix: np.asarray(
         matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
     )
@@ -262,13 +289,22 @@ def test_experts_sum_what_tokens_picked():
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0.05, atol=0.02)
 
 
+def test_records_of_several_positions_come_with_the_last_of_them():
+    """A query selects records that are complete at its position, the one it completes included."""
+    chosen = selections(2, k=16, history=CONTEXT, rows=9, rate=2)
+    assert (np.diff(chosen, axis=-1) > 0).all()
+    visible = (CONTEXT + np.arange(9) + 1) // 2
+    assert (chosen < visible[:, None]).all()
+    assert (chosen[:, 1::2, -1] == visible[1::2] - 1).all()
+
+
 def test_selections_are_a_texts_and_ascend():
     chosen = selections(2, k=16, history=CONTEXT, rows=9)
     assert chosen.shape == (2, 9, 16)
     assert (np.diff(chosen, axis=-1) > 0).all()
     assert (chosen[:, :, -1] == CONTEXT + np.arange(9)).all()
-    paths = followed(pools=7, requests=5, traces=8)
-    assert all(len(set(row)) == 5 for row in paths.tolist())
+    each = followed(selections=7, requests=5, traces=8)
+    assert all(len(set(row)) == 5 for row in each.tolist())
 
 
 def test_a_step_takes_as_long_as_its_slower_side():
@@ -282,6 +318,29 @@ def test_a_step_takes_as_long_as_its_slower_side():
     assert slow == pytest.approx(16 * 290 * (2 * 768 + 19 * 2688) / 1e9)
 
 
+def followable(setup, rows, traces=4):
+    """Traces for pools of every rate, one rate after the other."""
+    k, rates = setup.model.config.index_top_k, sorted(set(setup.model.geometry.rates or (1,)))
+    make = lambda rate: selections(traces, k=k, history=CONTEXT, rows=rows, rate=rate)
+    return np.concatenate([make(rate) for rate in rates])
+
+
+@pytest.mark.slow  # the shapes of the whole model take a while
+def test_a_step_of_v41_is_bound_by_what_each_request_takes():
+    """From 64 requests of 500K on, twice as many take twice as long: none waits for weights."""
+    seconds = {}
+    for requests in (16, 64, 128):
+        sizes = {"context": 500_000, "room": 320, "requests": requests, "gpus": 8}
+        setup = setup_of("dspark", "deepseek-v4.1-flash", None, **sizes)
+        cfg = setup.config(cell_of(Policy.RESIDENT, requests=requests))
+        load = StepLoad(requests=requests, queries=6, context=500_000, attended=1024.0, fetched=0.0)
+        work = setup.model.step_work(cfg, load, 1)
+        assert work["experts"].hbm_bytes == 40 * 48 * 3 * 5120 * 2304 * (1 / 2 + 1 / 32)
+        seconds[requests] = step_seconds(work, H200.rates)
+    assert seconds[128] == pytest.approx(2 * seconds[64], rel=0.01)
+    assert seconds[64] < 2.1 * seconds[16]
+
+
 def begun(setup, cfg, replay):
     """What decodes from CONTEXT on."""
     made = patterns(cfg)
@@ -290,22 +349,31 @@ def begun(setup, cfg, replay):
 
 
 @pytest.mark.slow  # compiles two decode steps
-@pytest.mark.parametrize(("policy", "draft"), [("fixed", "none"), ("adaptive", "dflash2")])
-def test_a_step_in_pieces_is_the_step(policy, draft):
-    setup = setup_of(draft, layers=8)
-    model = dataclasses.replace(setup.model, dtype="float32")
-    setup = dataclasses.replace(setup, model=model)
-    cfg = setup.config(dataclasses.replace(cell_of(Policy(policy)), draft=draft))
+@pytest.mark.parametrize(
+    ("model", "policy", "draft", "programs"),
+    [
+        ("tiny", "fixed", "none", 3),
+        ("tiny", "adaptive", "dflash2", 3),
+        ("tiny-v4.1", "adaptive", "dspark", 2),
+    ],
+)
+def test_a_step_in_pieces_is_the_step(model, policy, draft, programs):
+    setup = setup_of(draft, model, layers=None)
+    exact = dataclasses.replace(setup.model, dtype="float32")
+    inner, _ = exact.draft(draft, setup.params.weights)
+    drafter = replaying(inner, exact.vocabulary)
+    setup = dataclasses.replace(setup, model=exact, drafter=drafter)
+    hot_rows = 2 * setup.model.config.index_top_k
+    cell = dataclasses.replace(cell_of(Policy(policy), hot_rows=hot_rows), draft=draft)
+    cfg = setup.config(cell)
     speculation = Speculation(setup.drafter)
     pieces = segments(setup.model, speculation, cfg)
-    assert len(pieces.groups) < cfg.pools
-    chosen = selections(4, k=TINY.index_top_k, history=CONTEXT, rows=24 + cfg.queries)
-    text = np.arange(3 * cfg.queries, dtype=np.int32).reshape(3, -1) + 7
-    paths = followed(cfg.pools, 3, 4)
+    assert len(pieces.groups) == programs
     shapes = setup.params.replay
-    chosen = chosen[:, : shapes.selections.shape[1]]
-    replay = replay_arrays(shapes, chosen, paths, text, CONTEXT)
-    weights = random_weights(setup.params.weights)
+    chosen = followable(setup, rows=shapes.selections.shape[1])
+    text = np.arange(3 * cfg.queries, dtype=np.int32).reshape(3, -1) + 7
+    replay = replay_arrays(shapes, chosen, paths(setup, len(chosen)), text, CONTEXT)
+    weights = setup.model.random_weights()
     params = ShardParams(weights=weights, replay=replay)
     draft_params = draft_of(setup, weights, replay, PUBLISHED_SURVIVAL)[1]
     form = jax.tree.structure(params)
@@ -320,9 +388,13 @@ def test_a_step_in_pieces_is_the_step(policy, draft):
         ends.append((state, outputs))
     one, other = (jax.tree.leaves_with_path(end) for end in ends)
     for (path, left), (_, right) in zip(one, other, strict=True):
-        computed = path[-1].name in ("host", "host_keys", "slots", "index_keys", "keys", "values")
+        names = [getattr(key, "name", None) for key in path]
+        computed = names[-1] in ("host", "host_keys", "slots", "index_keys", "keys", "values")
+        computed |= "kept" in names and left.shape[-1] > 1  # not token ids
         if computed:
             left, right = (np.asarray(leaf).view(np.float32) for leaf in (left, right))
+        elif names[-1] == "survival":  # of what a draft says of itself
+            computed = True
         elif jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
             left, right = (jax.random.key_data(leaf) for leaf in (left, right))
         near = np.testing.assert_allclose if computed else np.testing.assert_array_equal
@@ -338,10 +410,10 @@ def test_a_cell_fetches_what_the_simulator_says():
     cell = cell_of(Policy.FIXED)
     cfg = setup.config(cell)
     chosen = selections(4, k=TINY.index_top_k, history=CONTEXT, rows=24)
-    paths = followed(cfg.pools, 3, 4)
+    ways = paths(setup, 4)
     text = np.arange(3, dtype=np.int32)[:, None] + 7
-    replay = replay_arrays(setup.params.replay, chosen, paths, text, CONTEXT)
-    params = ShardParams(weights=random_weights(setup.params.weights), replay=replay)
+    replay = replay_arrays(setup.params.replay, chosen, ways, text, CONTEXT)
+    params = ShardParams(weights=setup.model.random_weights(), replay=replay)
     state = begun(setup, cfg, replay)
     step = segments(setup.model, Speculation(setup.drafter), cfg)
     place, seen = places(cfg, 1)[0], []
@@ -355,6 +427,6 @@ def test_a_cell_fetches_what_the_simulator_says():
     play = Script(windows, history=np.full(4, CONTEXT, np.int32), advance=advance)
     simulated = Simulator(cfg, play)
     for row in range(3):
-        simulated.join(paths[:, row].tolist())
+        simulated.join(ways[:, row].tolist())
     np.testing.assert_array_equal(np.stack(seen), simulated.run(12).fetched)
     assert check_invariants(state.hierarchy, cfg)["hot_equals_host"]

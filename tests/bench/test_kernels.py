@@ -52,6 +52,7 @@ def _small(operation, name):
         ("top_k", ""),
         ("sparse_attention", "T8"),
         ("retrieve_attend", "2688B_traces"),
+        ("packed_products", "gate_8_rows"),
     ],
 )
 def test_small_run_reports_every_case(operation, case, capsys, tmp_path):

@@ -146,7 +146,10 @@ def test_chat_without_a_template_is_refused(run, published, prompt):
 def test_unused_mtp_tensors_are_one_line(run, tmp_path, prompt):
     write_published(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    extra = {f"model.layers.3.{name}.weight": np.ones((2, 2), np.float32) for name in "ab"}
+    extra = {
+        f"model.layers.3.{name}.weight": np.ones((2, 2), np.float32)
+        for name in ("enorm", "eh_proj")
+    }
     save_file(tensors | extra, tmp_path / "model.safetensors")
     result = run("verify-hf", tmp_path, "--split", TOKENS)
     assert result.code == 0

@@ -5,8 +5,17 @@ import math
 import jax
 import pytest
 
-from dhisparse_jax.configs import GLM_5_3, PRESETS, TINY, config_from_values, derive_indexer_types
+from dhisparse_jax.configs import (
+    DEEPSEEK_V3_2,
+    GLM_5_3,
+    PRESETS,
+    TINY,
+    config_from_values,
+    derive_indexer_types,
+)
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.hf_config import parse_config
+from dhisparse_jax.models.hf_tensors import published_shapes
 from dhisparse_jax.models.params import abstract_params
 
 
@@ -59,6 +68,39 @@ def test_glm_5_3_has_the_published_size_without_allocating_it():
     assert count(params) + 3 * dense + 57 * shared + 18 * full == 743_377_019_904
     mtp = full + 2 * 6144**2 + 3 * 6144  # an expert layer, eh_proj, enorm, hnorm and a norm
     assert 743.377e9 + mtp == pytest.approx(753.33e9, rel=1e-5)
+
+
+def test_deepseek_v3_2_has_the_published_size():
+    sizes = map(math.prod, published_shapes(DEEPSEEK_V3_2).values())
+    assert sum(sizes) == pytest.approx(671.9e9, abs=0.05e9)
+    assert DEEPSEEK_V3_2.attention_scale == pytest.approx(0.135234, abs=1e-6)
+
+
+def test_a_released_configuration_is_the_preset():
+    """Of DeepSeek-V3.2-Exp, without what has no effect."""
+    released = {
+        "model_type": "deepseek_v32", "torch_dtype": "bfloat16", "vocab_size": 129280,
+        "max_position_embeddings": 163840, "num_hidden_layers": 61, "hidden_size": 7168,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "first_k_dense_replace": 3, "intermediate_size": 18432, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000, "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu",
+        "num_nextn_predict_layers": 1, "attention_bias": False, "tie_word_embeddings": False,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0",
+            "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        },
+    }  # fmt: skip
+    served = dataclasses.replace(parse_config(released), kv_format="fp8", index_format="fp8")
+    assert served == DEEPSEEK_V3_2
 
 
 def test_tiny_fits_its_file_size():

@@ -13,6 +13,7 @@ H200_BYTES = 141e9
 
 PUBLISHED = {
     "glm-5.3": (743.4e9, 1.0),
+    "deepseek-v3.2": (671.9e9, 1.0),
     "deepseek-v4-flash": (284.3e9, 0.5 + 1 / 32),
     "deepseek-v4-pro": (1573e9, 0.5 + 1 / 32),
     "deepseek-v4.1-flash": (552e9, 0.5 + 1 / 32),

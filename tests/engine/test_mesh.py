@@ -6,8 +6,9 @@ import socket
 import pytest
 
 from dhisparse_jax.models.registry import load
-from tests.support.checkpoints import write_published
+from tests.support.checkpoints import PUBLISHED, quantised_tensors, write_published
 from tests.support.mesh_runs import FIXTURES, LENGTHS, on_devices, requests, run, said, smallest
+from tests.support.quantised import write_tensors
 
 DISAGREE = (
     "processes disagree on number: process 0 has 0, process 1 has 1; give all of them the same"
@@ -49,6 +50,15 @@ def test_experts_that_do_not_divide():
 )
 def test_published_models_over_four_devices(name):
     assert said(on_devices(4, name)) == [f"done {name}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_quantised_experts_over_four_devices(tmp_path, kind):
+    raw = PUBLISHED | {"hidden_size": 64, "moe_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    write_tensors(tmp_path / "model.safetensors", quantised_tensors(raw, "fp8", kind)[0])
+    assert said(on_devices(4, f"quantised={tmp_path}")) == ["done quantised"]
 
 
 def pair(name):

@@ -3,6 +3,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dhisparse_jax.configs.rope import Yarn
+from dhisparse_jax.models.frequencies import rope_frequencies
 from dhisparse_jax.models.glm.attend import causal_attention, sparse_attention
 from dhisparse_jax.models.glm.attention import MlaAttention
 from dhisparse_jax.models.glm.norms import LayerNorm, RmsNorm
@@ -86,3 +88,18 @@ def test_norms_are_computed_in_float32(dtype):
     np.testing.assert_allclose(
         np.asarray(layer(x), np.float64), expected_layer, rtol=tolerance, atol=tolerance
     )
+
+
+def test_frequencies_are_those_of_published_implementations():
+    """`1 / theta ** (arange(0, channels, 2) / channels)` of float32, as torch gives it."""
+    published = (
+        1.0,
+        0.3981071710586548,
+        0.15848931670188904,
+        0.06309572607278824,
+        0.025118863210082054,
+    )
+    assert rope_frequencies(20, 1e4)[:5] == published
+    yarn = Yarn(factor=8.0, context=64, beta_fast=32.0, beta_slow=1.0, amplitude=1.0)
+    stretched = np.array(rope_frequencies(20, 1e4, yarn))
+    np.testing.assert_array_equal(stretched, stretched.astype(np.float32))

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.glm.dense import forward
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.hf_config import parse_config
-from dhisparse_jax.models.params import flatten, params_of
+from dhisparse_jax.models.params import flatten, loses_nothing, params_of
 from tests.support.small_glm import FIXTURE
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 NORM = "model.layers.2.input_layernorm.weight"
 
 
@@ -90,6 +92,42 @@ def test_half_precision_weights_are_kept_and_computed_in_float32_on_request(chec
     assert 1e-6 < np.abs(logits - expected).max() < 0.1
 
 
+def test_weights_that_are_more_than_the_configuration_says_are_not_rounded(checkpoint):
+    edit_config(checkpoint, dtype="bfloat16")
+    exact = np.asarray(load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"])
+    for dtype in (None, jnp.float32):
+        np.testing.assert_array_equal(load_hf(checkpoint, dtype=dtype).model.embedding, exact)
+    assert load_hf(checkpoint, dtype=jnp.bfloat16).model.embedding.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "nothing"),
+    [
+        ("bfloat16", "float32", True),
+        ("float16", "float32", True),
+        ("float32", "bfloat16", False),
+        ("bfloat16", "float16", False),
+        ("float16", "bfloat16", False),
+        ("int32", "int32", True),
+        ("int32", "float32", False),
+    ],
+)
+def test_what_a_dtype_loses(kind, other, nothing):
+    assert loses_nothing(np.dtype(kind), np.dtype(other)) is nothing
+
+
+def test_a_layer_too_many_is_no_mtp_layer(checkpoint):
+    """It would be left out, and the model another one."""
+    edit_config(
+        checkpoint,
+        num_hidden_layers=4,
+        indexer_types=["full", "full", "shared", "shared"],
+        mlp_layer_types=["dense"] * 2 + ["sparse"] * 2,
+        layer_types=...,
+    )
+    assert_refused(checkpoint, "tensors too many: model.layers.4.")
+
+
 def test_mtp_layers_are_ignored_and_named(checkpoint):
     extra = "model.layers.5.eh_proj.weight"
     edit_tensors(checkpoint, lambda tensors: tensors.update({extra: np.ones((2, 2), np.float32)}))
@@ -160,7 +198,7 @@ def test_missing_files_are_refused(checkpoint, tmp_path_factory):
     assert_refused(checkpoint, "neither model.safetensors nor model.safetensors.index.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])
 def test_invalid_configuration_files_are_refused(checkpoint, text):
     (checkpoint / "config.json").write_text(text)
     assert_refused(checkpoint, "config.json")
@@ -185,6 +223,11 @@ def test_invalid_configuration_files_are_refused(checkpoint, text):
         ({"dtype": 7}, "dtype"),
         ({"eos_token_id": "x"}, "eos_token_id"),
         ({"index_topk_pattern": 4, "indexer_types": ...}, "index_topk_pattern"),
+        ({"routed_scaling_factor": math.nan}, "routed_scaling_factor is nan, expected a number"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob is 'no', expected true or false"),
+        ({"layer_types": [["indexed_attention"]] * 5}, "layer_types holds more than"),
+        ({"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "only 1.0 is supported"),
+        ({"rope_parameters": PLAIN | {"scale_base": 512}}, "may change what the model computes"),
     ],
 )
 def test_unsupported_configurations_are_refused(checkpoint, entries, message):

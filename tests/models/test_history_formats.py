@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.config import HierarchyConfig, Policy
-from dhisparse_jax.configs import GLM_5_3, TINY, derive_indexer_types
+from dhisparse_jax.configs import DEEPSEEK_V3_2, GLM_5_3, TINY, derive_indexer_types
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.forced import forced_logits
 from dhisparse_jax.errors import UserError
@@ -25,14 +25,13 @@ def geometry(config, rows, keys):
     return dataclasses.replace(serve(small_model(), "float32")[0], config=config).geometry
 
 
-V3_2 = dataclasses.replace(GLM_5_3, num_layers=61, indexer_types=derive_indexer_types(61))
 GLM_5 = dataclasses.replace(GLM_5_3, indexer_types=derive_indexer_types(78))
 
 
 @pytest.mark.parametrize(
     ("config", "form", "size"),
     [
-        (V3_2, "fp8", 48_068),
+        (DEEPSEEK_V3_2, "fp8", 48_068),
         (GLM_5, "fp8", 61_464),
         (GLM_5, "bfloat16", 109_824),
         (GLM_5_3, "fp8", 53_940),
@@ -129,11 +128,20 @@ FP8 = {"kv_format": "fp8", "index_format": "fp8"}
 
 
 @pytest.mark.slow
-def test_policies_give_the_same_bits():
-    fixed = logits("fixed", **FP8)
-    np.testing.assert_array_equal(fixed, logits("resident", **FP8))
+@pytest.mark.parametrize(
+    ("policy", "queries", "formats"),
+    [
+        ("fixed", 1, FP8),
+        ("adaptive", 4, FP8),
+        ("adaptive", 1, {"kv_format": "fp8", "index_format": "bfloat16"}),
+        ("fixed", 4, {"kv_format": "bfloat16", "index_format": "fp8"}),
+    ],
+)
+def test_policies_give_the_same_bits(policy, queries, formats):
+    found = logits(policy, queries, **formats)
+    np.testing.assert_array_equal(found, logits("resident", queries, **formats))
     # Rounding shows: else nothing would be compared.
-    assert np.median(np.abs(fixed - logits("resident")).max(axis=1)) > 1e-3
+    assert np.median(np.abs(found - logits("resident", queries)).max(axis=1)) > 1e-3
 
 
 def test_rotation_alone_changes_no_selection(monkeypatch, new_programs):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ import pytest
 
 from dhisparse_jax.configs.quantised import FORMATS
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.families import family_of
 from dhisparse_jax.models.glm.dense import forward
-from dhisparse_jax.models.hf import load_hf
+from dhisparse_jax.models.hf import load_hf, read_config
 from dhisparse_jax.models.hf_config import parse_config
 from dhisparse_jax.models.hf_names import canonical_name
 from dhisparse_jax.models.hf_tensors import published_shapes
-from dhisparse_jax.models.params import flatten, params_of
+from dhisparse_jax.models.params import abstract_params, flatten, params_of
 from tests.support.checkpoints import (
     PUBLISHED,
     deepseek_name,
@@ -25,6 +27,7 @@ from tests.support.checkpoints import (
     write_shards,
 )
 from tests.support.quantised import exact, write_tensors
+from tests.support.small_glm import FIXTURES
 
 # Two layers, sizes that 128 and 32 do not divide, and 4-bit experts fit too.
 SIZES = PUBLISHED | {
@@ -172,6 +175,17 @@ def test_broken_quantised_tensors_are_named(tmp_path, name, value, message):
     assert "model.safetensors" in refused(tmp_path)
 
 
+def test_names_are_those_of_the_files(tmp_path):
+    def damage(tensors):
+        tensors[f"{KV}_scale_inv"] = poison(tensors[f"{KV}_scale_inv"])
+        for name in list(tensors):
+            tensors[deepseek_name(name)] = tensors.pop(name)
+
+    write(tmp_path, changes=damage)
+    message = refused(tmp_path)
+    assert "model.safetensors: layers.0.attn.wkv_a.scale is nan at [0, 1]" in message
+
+
 def test_experts_of_several_formats_cannot_stay_stored(tmp_path):
     def mix(tensors):
         tensors[DOWN] = np.zeros((160, 96), np.float32)
@@ -189,6 +203,8 @@ def test_experts_of_several_formats_cannot_stay_stored(tmp_path):
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "expected two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size is None"),
+        ({"quant_method": "fp8", "group_size": 32}, "quantization_config: unknown entries"),
         ("fp8", "expected an object"),
     ],
 )
@@ -211,8 +227,9 @@ def test_broken_shards_are_named(tmp_path):
     second.unlink()
     assert f"{second}: no such file, but model.safetensors.index.json says" in refused(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": 5}}))
-    assert f"{index} has no weight_map" in refused(tmp_path)
+    for named in ({"a": 5}, {}):
+        index.write_text(json.dumps({"weight_map": named}))
+        assert f"{index} has no weight_map" in refused(tmp_path)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
@@ -231,6 +248,8 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 12]},
         {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
         {"dtype": "F32", "shape": [1]},
+        {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]},
         [],
         5,
     ],
@@ -247,3 +266,16 @@ def test_oracle_of_the_plain_tensors_is_the_product(tmp_path):
     tensors, plain = write(tmp_path, "v4")
     expected = exact(tensors[DOWN], tensors[f"{DOWN}_scale_inv"], FORMATS["fp4"])
     np.testing.assert_array_equal(plain[DOWN], expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "name", ["glm_tiny", "deepseek_v32_tiny", "deepseek_v4_tiny", "deepseek_v41_tiny"]
+)
+def test_every_number_of_every_tensor_goes_to_one_place(name):
+    config, _, _ = read_config(FIXTURES / name)
+    family = family_of(config)
+    used = dict.fromkeys(family.shapes(config), 0)
+    for parts in family.pieces(config, flatten(abstract_params(config))).values():
+        for part in parts:
+            used[part.name] += math.prod(part.shape)
+    assert used == {name: math.prod(shape) for name, shape in family.shapes(config).items()}

@@ -97,6 +97,8 @@ def test_no_file_means_bytes_where_they_fit(tmp_path):
     assert load_tokenizer(tmp_path, 256).encode(b"a") == (97,)
     with pytest.raises(UserError, match="vocabulary of 255 is too small for bytes"):
         load_tokenizer(tmp_path, 255).encode(b"a")
+    with pytest.raises(UserError, match=r"no tokenizer\.json, .* 154880 is not one of bytes"):
+        load_tokenizer(tmp_path, 154_880).encode(b"a")
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

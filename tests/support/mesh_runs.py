@@ -166,6 +166,11 @@ def published(directory):
     checkpoint(directory, "expert=2")
 
 
+def quantised(directory):
+    """A small checkpoint whose four experts stay as small as they are stored, as `checkpoint`."""
+    checkpoint(directory, "data=2,expert=2")
+
+
 def refusals():
     """More devices than there are."""
     refused(lambda: mesh_of("data=8"))

@@ -118,6 +118,7 @@ def test_a_released_configuration_is_the_preset():
         ({"compress_ratios": [0, 0, 3, 7, 3]}, "contradict each other"),
         ({"layer_types": None, "compress_ratios": [0, 0, 5, 7, 3]}, "holds 5; known are 0, 3, 7"),
         ({"layer_types": None}, "lacks layer_types"),
+        ({"layer_types": [["window"]] * 5}, "layer_types holds"),
         ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe", "moe"]}, "not a run of 'hash_moe'"),
         ({"qk_rope_head_dim": 4}, "rotated channels is not clear: 4 and 8"),
         ({"swiglu_alpha": 1.7}, "swiglu_alpha"),
@@ -128,6 +129,19 @@ def test_what_is_not_implemented_is_refused_in_one_line(changes, message):
     with pytest.raises(UserError, match=message) as raised:
         parse_v4_config(RAW | changes)
     assert "\n" not in str(raised.value)
+
+
+def test_two_rates_of_layers_are_those_of_the_two_kinds():
+    ratios = {"layer_types": None, "compress_rates": None, "compress_ratios": [32, 2, 0, 32, 2, 0]}
+    config = parse_v4_config(RAW | ratios)
+    assert (config.selected_rate, config.all_rate) == (2, 32)
+    assert config.layer_kinds == parse_v4_config(RAW).layer_kinds
+
+
+def test_a_layer_too_many_is_refused(tmp_path, tensors):
+    write(tmp_path, tensors | {"layers.5.attn_norm.weight": tensors["norm.weight"]})
+    with pytest.raises(UserError, match=r"1 tensors too many: layers\.5\.attn_norm\.weight"):
+        load_hf(tmp_path)
 
 
 def test_names_of_deepseek_load_the_same_model(tmp_path, tensors):

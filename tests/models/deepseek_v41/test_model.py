@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.configs import DEEPSEEK_V4_1_FLASH
-from dhisparse_jax.models.deepseek_v41.decode import Carried, packed, unpacked
 from dhisparse_jax.models.deepseek_v41.ngrams import multipliers_of, table_rows
+from dhisparse_jax.models.deepseek_v41.streams import Carried, packed, unpacked
 from tests.support import numpy_v41
 from tests.support.small_v41 import (
     LOGITS,

@@ -1,0 +1,1 @@
+"""Package train_indexer."""

@@ -1,0 +1,1 @@
+"""Making small matrices doubly stochastic; see `api`."""
