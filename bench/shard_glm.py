@@ -62,7 +62,7 @@ def split(config: GlmConfig, chips: int) -> GlmConfig:
     }
     for name, size in sizes.items():
         if size % chips:
-            raise UserError(f"{chips} chips do not divide the {size} of {name}")
+            raise UserError(f"{chips} chips do not divide the {size} of {name}; use as many as do")
     return dataclasses.replace(config, **{name: size // chips for name, size in sizes.items()})
 
 
