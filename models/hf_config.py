@@ -225,8 +225,7 @@ def yarn(raw: Mapping[str, Any]) -> Yarn | None:
     refuse_unknown(rope, _ROPE)
     factor = number(rope, "factor")
     growth = lambda scale: 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-    part = number(rope, "mscale", 0.0)
-    whole = number(rope, "mscale_all_dim", 0.0)
+    part, whole = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     usual = growth(part) / growth(whole) if part and whole else growth(1.0)
     return Yarn(
         factor=factor,
@@ -255,8 +254,8 @@ def _rope_kind(rope: Mapping[str, Any]) -> object:
 
 def _check_known(raw: Mapping[str, Any]) -> None:
     """Raises UserError where an entry is set whose meaning is not known here."""
-    types = raw.get("layer_types")
-    if types is not None and (not isinstance(types, list) or types.count(_LAYER_TYPE) < len(types)):
+    types = raw.get("layer_types") or []
+    if not isinstance(types, list) or types.count(_LAYER_TYPE) < len(types):
         raise UserError(f"layer_types holds more than {_LAYER_TYPE!r}, which is not supported")
     refuse_unknown(raw, _READ | _WITHOUT_EFFECT | _FIXED.keys() | set(_SIZES.values()))
 
