@@ -106,7 +106,7 @@ class Fit:
             text = self._captured[rng.integers(len(self._captured))]
             asked = np.sort(rng.choice(len(text.positions), self.config.batch, replace=False))
             rate = jnp.float32(rate_at(self.config, step))
-            losses = []
+            losses: list[jax.Array] = []
             for group, state in enumerate(states):
                 batch = _batch(text, group, asked)
                 states[group], loss = _update(self.config, state, batch, rate)
@@ -150,4 +150,4 @@ def _batch(text: Captured, group: int, asked: np.ndarray) -> Batch:
 
 def _rounded(quality: Quality) -> dict[str, Any]:
     """The figures as JSON has them."""
-    return {name: np.round(np.asarray(x), 4).tolist() for name, x in quality._asdict().items()}
+    return {name: np.round(np.asarray(x, np.float64), 4).tolist() for name, x in quality._asdict().items()}
