@@ -150,4 +150,7 @@ def _batch(text: Captured, group: int, asked: np.ndarray) -> Batch:
 
 def _rounded(quality: Quality) -> dict[str, Any]:
     """The figures as JSON has them."""
-    return {name: np.round(np.asarray(x, np.float64), 4).tolist() for name, x in quality._asdict().items()}
+    return {
+        name: np.round(np.asarray(x, np.float64), 4).tolist()
+        for name, x in quality._asdict().items()
+    }
