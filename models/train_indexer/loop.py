@@ -2,9 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,9 @@ from dhisparse_jax.models.train_indexer.texts import Texts, Tokens
 
 log = logging.getLogger(__name__)
 
+_update = jax.jit(update, static_argnums=0, donate_argnums=1)
+_judge = jax.jit(judge, static_argnums=(0, 3))
+
 
 @dataclass
 class Fit:
@@ -55,7 +56,6 @@ class Fit:
     texts: Texts
     out: Path
     _captured: list[Captured] = field(init=False)
-    _update: Callable[..., tuple[FitState, jax.Array]] = field(init=False)
 
     def run(self) -> FitRecord:
         """Captures, fits, judges and saves."""
@@ -72,7 +72,6 @@ class Fit:
             self._capture(str(number), tokens, rng)
             for number, tokens in enumerate(self.texts.train)
         ]
-        self._update = jax.jit(partial(update, config), donate_argnums=0)
         record.seconds, start = record.seconds + time.monotonic() - start, time.monotonic()
         while record.steps < config.steps:
             count = min(config.save_steps, config.steps - record.steps)
@@ -107,9 +106,10 @@ class Fit:
             text = self._captured[rng.integers(len(self._captured))]
             asked = np.sort(rng.choice(len(text.positions), self.config.batch, replace=False))
             rate = jnp.float32(rate_at(self.config, step))
-            losses = []
+            losses: list[jax.Array] = []
             for group, state in enumerate(states):
-                states[group], loss = self._update(state, _batch(text, group, asked), rate)
+                batch = _batch(text, group, asked)
+                states[group], loss = _update(self.config, state, batch, rate)
                 losses.append(loss)
             told.append(losses)
         return [round(float(mean), 4) for mean in np.mean(jax.device_get(told), axis=0)]
@@ -129,10 +129,10 @@ class Fit:
         """How each group does on the first left-out text."""
         name, tokens = next(iter(self.texts.left_out.items()))
         text = self._capture(name, tokens, np.random.default_rng(self.config.seed))
-        judged = jax.jit(partial(judge, self.config, sinks=SINKS))
         every = np.arange(len(text.positions))
         groups = [
-            judged(state.params, _batch(text, group, every)) for group, state in enumerate(states)
+            _judge(self.config, state.params, _batch(text, group, every), SINKS)
+            for group, state in enumerate(states)
         ]
         mean = jax.tree.map(lambda *parts: sum(parts) / len(parts), *groups)
         log.info("%s, left out: %s", name, _rounded(mean))
@@ -150,4 +150,7 @@ def _batch(text: Captured, group: int, asked: np.ndarray) -> Batch:
 
 def _rounded(quality: Quality) -> dict[str, Any]:
     """The figures as JSON has them."""
-    return {name: np.round(np.asarray(x), 4).tolist() for name, x in quality._asdict().items()}
+    return {
+        name: np.round(np.asarray(x, np.float64), 4).tolist()
+        for name, x in quality._asdict().items()
+    }
