@@ -60,7 +60,7 @@ H200 = Gpu(
             # fp8 matrices times bfloat16 rows, by XLA. A layer's experts take 330 us with the 4
             # rows that 16 tokens of 8 GPUs give each, 429 us with 32; their floor is 291.
             "experts": Speed(0.885, token_us=0.75),
-            "attention weights": Speed(0.62, token_us=0.5),
+            "attention weights": Speed(0.62, token_us=0.6),
             "shared expert": Speed(0.55, token_us=0.17),
             "dense layers": Speed(0.7),
             "indexer": Speed(0.8, call_us=9, token_us=0.03),
@@ -68,19 +68,18 @@ H200 = Gpu(
             "head": Speed(1.0),
             "index": Speed(0.8, call_us=5),
             "top-K": Speed(call_us=75, token_us=0.17),
-            # 20 us for 4,096 slots of a request, 90 for 28,000.
+            # 21 us for 4,096 slots of a request, 65 for 28,000, 101 for 100,000.
             "plan": Speed(call_us=30, token_us=0.28),
             "attend": Speed(0.45, call_us=20),
             "retrieve": Speed(0.95, call_us=8),
             "draft": Speed(0.7, call_us=100),
-            # Appending, adapting, backup, copies, and the gaps between some 4,000 kernels that are
-            # launched one by one: 11.7 to 13.9 ms of a step.
-            "rest": Speed(call_us=155),
+            # Appending, adapting, backup, copies, and what nothing runs in: 1.8 to 7.5 ms a step.
+            "rest": Speed(call_us=19, token_us=0.6),
         }
     ),
 )
 """NVIDIA H200; measured by `python -m bench.decode_gpu` at 16 requests of GLM-5.3: the five cells
-in bench/results/h200/decode_gpu.json, whose steps these speeds give within 5 %."""
+in bench/results/h200/decode_gpu.json, whose steps these speeds give within 6 %."""
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({"h200": H200})
 """By the name that commands take."""
