@@ -55,6 +55,7 @@ def test_whole_pages():
     assert [whole_pages(slots) for slots in (128, 100, 16, 9)] == [128, 96, 16, 9]
 
 
+@pytest.mark.slow
 def test_time_per_token_of_a_full_engine():
     """All three decode until the shortest ends; nothing is left behind."""
     served = engine(*POLICIES["adaptive"])

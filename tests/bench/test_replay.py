@@ -90,6 +90,7 @@ def test_replay_fetches_what_the_run_fetched(runs, policy, length, steps):
     assert not any(selected[done:])  # a dispatch goes on after the last request has ended
 
 
+@pytest.mark.slow
 def test_replay_under_another_policy_is_a_run_under_it(runs):
     """The tokens are the same under every policy, so the selections are, too."""
     _, path = runs("adaptive", 0)
@@ -102,6 +103,7 @@ def test_replay_under_another_policy_is_a_run_under_it(runs):
     assert row["selected_rows"] == result.total.selected_rows
 
 
+@pytest.mark.slow
 def test_another_draft_length_has_the_same_tokens(runs):
     """Without a draft, from a recorded one: exactly the selections of a run without."""
     _, path = runs("adaptive", 3, 4)
@@ -116,6 +118,7 @@ def test_another_draft_length_has_the_same_tokens(runs):
     assert row["fetched_rows"] == result.total.fetched_rows
 
 
+@pytest.mark.slow
 def test_more_queries_share_what_they_fetch(runs):
     _, path = runs("fixed", 0)
     recording = read_recording(path)
@@ -215,6 +218,7 @@ def test_a_recording_that_cannot_be_written_is_not_kept(tmp_path, monkeypatch):
     assert [child.name for child in tmp_path.iterdir()] == ["recording"]
 
 
+@pytest.mark.slow
 def test_command_replays_files_and_calibrated_traces(runs, tmp_path):
     import bench.simulate as command
 

@@ -80,6 +80,7 @@ def test_rows_and_columns_that_are_left_out_change_nothing(play):
     np.testing.assert_array_equal(here, there)
 
 
+@pytest.mark.slow
 def test_measured_benefit_beats_even_sharing(play):
     """As many requests as there is memory for at 2 K each, half of them restless."""
     records = []
@@ -95,6 +96,7 @@ def test_measured_benefit_beats_even_sharing(play):
     assert sound(sim) == []
 
 
+@pytest.mark.slow
 def test_pools_with_more_traffic_get_more_pages(play):
     """Two requests, each with a calm and a restless pool in one hot pool, at 2 K per pool."""
     two = {"geometry": geometry(K, 2), "requests": 2, "capacity": HISTORY + STEPS}
@@ -113,6 +115,7 @@ def test_pools_with_more_traffic_get_more_pages(play):
     assert sound(sim) == []
 
 
+@pytest.mark.slow
 def test_newcomers_have_their_pages_at_once_and_nobody_less_than_the_floor(play):
     """Memory is exhausted step by step; at every admission somebody has to release pages."""
     sim = adaptive(play)
@@ -126,7 +129,7 @@ def test_newcomers_have_their_pages_at_once_and_nobody_less_than_the_floor(play)
     assert set(sim.budget[0]) == {sim.cfg.floor_pages(0)}
 
 
-@pytest.mark.parametrize("moves", [1, 2])
+@pytest.mark.parametrize("moves", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_oscillating_load_moves_no_more_than_the_bound(play, moves):
     """The load changes every 10 steps; what moves per token is bounded, and does not add up."""
     sim = Simulator(config(Policy.ADAPTIVE, 2 * ROWS, K, moves_per_step=moves), play)

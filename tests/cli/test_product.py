@@ -98,6 +98,7 @@ def test_deepseek_v41_is_what_the_numpy_model_computes(run, policy, split, queri
     assert "3 tensors are of parts of the model that are not used" in result.err
 
 
+@pytest.mark.slow
 def test_fp8_history_is_near_the_reference(run):
     """With its format's error and no other: too much for the tolerance of float32."""
     folder = FIXTURES / "deepseek_v32_tiny"
@@ -123,6 +124,7 @@ def chat_checkpoint(folder, **generation):
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
+@pytest.mark.slow
 def test_chat_renders_the_message_and_ends_at_every_id(run, tmp_path, prompt):
     pytest.importorskip("jinja2")
     chat_checkpoint(tmp_path)

@@ -66,7 +66,7 @@ def speculated(policy, length, errs=5, steps=1):
 @pytest.mark.parametrize(
     ("policy", "length"),
     [
-        ("resident", 3),
+        pytest.param("resident", 3, marks=pytest.mark.slow),
         ("fixed", 3),
         ("adaptive", 3),
         pytest.param("fixed", 1, marks=pytest.mark.slow),

@@ -103,7 +103,7 @@ def test_same_tokens_under_every_policy(form, policy):
 @pytest.mark.parametrize(
     ("policy", "queries"),
     [
-        ("fixed", 1),
+        pytest.param("fixed", 1, marks=pytest.mark.slow),
         ("adaptive", 1),
         ("fixed", 4),
         pytest.param("adaptive", 4, marks=pytest.mark.slow),  # the same tokens below
@@ -220,6 +220,7 @@ def test_stored_bytes_are_those_of_the_format():
     np.testing.assert_array_equal(found.scales, scales)
 
 
+@pytest.mark.slow
 def test_a_recording_keeps_the_format(tmp_path):
     """And is replayed, in a state without any rows or keys."""
     cfg = dataclasses.replace(config("fp8", "fixed"), record_selections=True)

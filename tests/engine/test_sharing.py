@@ -107,7 +107,9 @@ def test_tokens_are_those_of_requests_alone(policy):
     assert_baseline(served)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param("resident", marks=pytest.mark.slow), "fixed", "adaptive"]
+)
 def test_with_little_host_memory(policy):
     """9 pages are enough for two of these at most, so most of them wait, in order."""
     served = small(policy)

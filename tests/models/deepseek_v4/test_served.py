@@ -156,6 +156,7 @@ def test_nothing_is_shared_between_requests():
     assert result.tokens[0] == result.tokens[1] == alone()[5][34:37]
 
 
+@pytest.mark.slow
 def test_what_would_move_a_history_is_refused_in_one_line():
     served = engine("fixed")
     number = served.submit(REQUESTS[0])
