@@ -111,22 +111,22 @@ def main(  # noqa: PLR0913  # a command's options
     if op is not None and op not in CASES:
         raise typer.BadParameter(f"{op} is none of {', '.join(CASES)}")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip, so nothing to lock
-    document = about(topology)
     rows: list[Row] = []
-    if model is not None:
-        try:
-            share = share_of(
-                model,
-                topology,
-                layers=layers,
-                chips=chips,
-                heads_over=heads_over,
-                draft=draft,
-                requests=requests,
-                context=context,
-            )
-        except UserError as error:
-            raise typer.BadParameter(str(error)) from None
+    try:
+        share = model and share_of(
+            model,
+            topology,
+            layers=layers,
+            chips=chips,
+            heads_over=heads_over,
+            draft=draft,
+            requests=requests,
+            context=context,
+        )
+        document = about(topology)
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from None
+    if model and share:
         rows.append(step_row(model, share, topology))
     else:
         for operation, name, each in _chosen(op, case):

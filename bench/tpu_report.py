@@ -12,6 +12,7 @@ from bench.roofline import Bound
 from bench.tpu_step import TOPOLOGIES, TpuProgram
 from bench.work import WrongResultError
 from dhisparse_jax.engine.rates import Floors
+from dhisparse_jax.errors import UserError
 
 PUBLISHED = {
     "v5e": Floors(hbm_gbps=819, h2d_gbps=16, bf16_tflops=197, launch_us=0),
@@ -112,11 +113,19 @@ def table(rows: list[Row], title: str) -> Table:
 
 
 def about(topology: str) -> dict[str, Any]:
-    """Where the result is from, and what its figures rest on."""
+    """Where the result is from, and what its figures rest on.
+
+    Raises:
+        UserError: libtpu is not installed.
+    """
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError("libtpu is not installed: pip install -e '.[tpu]'") from None
     return {
         "bench": "tpu_aot",
         **environment(),
         "device": f"{topology}, described by libtpu; there is no TPU",
-        "libtpu": importlib.metadata.version("libtpu"),
+        "libtpu": version,
         "rates": {"are": RATES, **PUBLISHED[TOPOLOGIES[topology]]._asdict()},
     }
