@@ -175,6 +175,7 @@ def sampled(**options):
     return [request(n, 12, seed=n, sampling=sampling) for n in (4, 30, 70, 11, 55)]
 
 
+@pytest.mark.slow
 def test_same_seed_same_text_for_every_policy_and_batch():
     requests = sampled(seed=3)
     tokens = run(engine("fixed", 4), requests).tokens

@@ -1,5 +1,7 @@
 """A load that goes up and down, kept by an engine."""
 
+import pytest
+
 from bench.crowd import Phase
 from bench.served_step import Crowd, summary
 from tests.support.jobs import assert_baseline
@@ -9,6 +11,7 @@ REQUESTS = [request(20, 30, seed=1), request(40, 25, seed=2), request(33, 28, se
 SCRIPT = (Phase("low", 1, 45), Phase("high", 2, 45), Phase("low again", 1, 45))
 
 
+@pytest.mark.slow
 def test_a_load_is_kept_and_texts_are_the_same_under_both_policies():
     crowds = {}
     for policy in ("fixed", "adaptive"):

@@ -159,6 +159,7 @@ def test_settles_under_a_constant_load(play):
     assert moved[100:].mean() < 0.5
 
 
+@pytest.mark.slow
 def test_grows_again_when_the_load_falls(play):
     sim = adaptive(play)
     for row in range(2 * ROWS):

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dhisparse_jax.models.glm.decode import serve
 from dhisparse_jax.models.glm.dense import forward
@@ -15,6 +16,7 @@ def continued(target, text, prefix, temperature):
     return np.asarray(run(prompts))
 
 
+@pytest.mark.slow
 def test_a_continuation_is_what_the_whole_sequence_model_says_next(target, text):
     prefix = np.array([1, 7, 20, 47])
     tokens = continued(target, text, prefix, np.zeros(4))

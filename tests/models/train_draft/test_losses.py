@@ -45,6 +45,7 @@ def nats(logits, label):
     return -np.log(softmax(np.asarray(logits, np.float64))[label])
 
 
+@pytest.mark.slow
 def test_dflash_and_dflash2_minimise_the_published_sums():
     config, model, rows, truth = setting("dflash2")
     got = block_losses(model, config, rows, truth, DECAY)
