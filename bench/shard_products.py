@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from bench.shard_weights import Matrix, Mlp
 from dhisparse_jax.models.glm.norms import normalised
+from dhisparse_jax.models.share import scaled_product
 
 Times = Callable[[Float[Array, "*n in"], Matrix], Float[Array, "*n out"]]
 """Rows times a matrix, or blocks of rows times one each."""
@@ -26,9 +27,7 @@ def rms_norm(x: Float[Array, "*n w"], weight: Float[Array, " w"], eps: float) ->
 
 def times(x: Float[Array, "*n in"], matrix: Matrix) -> Float[Array, "*n out"]:
     """`x` times a matrix; sums in float32."""
-    numbers = matrix.numbers.astype(x.dtype)
-    sums = jnp.einsum("...k,nk->...n", x, numbers, preferred_element_type=jnp.float32)
-    return (sums * along_last(matrix.scale, sums.ndim)).astype(x.dtype)
+    return scaled_product(x, matrix.numbers, matrix.scale)
 
 
 def wide_product(

@@ -113,20 +113,24 @@ def main(  # noqa: PLR0913  # a command's options
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip, so nothing to lock
     rows: list[Row] = []
     try:
-        share = model and share_of(
-            model,
-            topology,
-            layers=layers,
-            chips=chips,
-            heads_over=heads_over,
-            draft=draft,
-            requests=requests,
-            context=context,
+        share = (
+            None
+            if model is None
+            else share_of(
+                model,
+                topology,
+                layers=layers,
+                chips=chips,
+                heads_over=heads_over,
+                draft=draft,
+                requests=requests,
+                context=context,
+            )
         )
         document = about(topology)
     except UserError as error:
         raise typer.BadParameter(str(error)) from None
-    if model and share:
+    if model is not None and share is not None:
         rows.append(step_row(model, share, topology))
     else:
         for operation, name, each in _chosen(op, case):

@@ -37,6 +37,17 @@ RunExperts = Callable[[Stored, Float[Array, "R T D"], Routing, float, int], Floa
 Of the routing, experts are numbers among all of them."""
 
 
+def scaled_product(
+    x: Float[Array, "*batch fan_in"],
+    numbers: Float[Array, "fan_out fan_in"],
+    scale: Float[Array, " fan_out"],
+) -> Float[Array, "*batch fan_out"]:
+    """`x` times a matrix with a scale per output channel; sums in float32, in the dtype of `x`."""
+    numbers = numbers.astype(x.dtype)
+    sums = jnp.einsum("...k,nk->...n", x, numbers, preferred_element_type=jnp.float32)
+    return (sums * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
 class StoredLinear(nnx.Module):
     """A projection whose matrix `[out, in]` stays e4m3, times a scale per output channel."""
 
@@ -48,9 +59,7 @@ class StoredLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch fan_in"]) -> Float[Array, "*batch fan_out"]:
         """Sums in float32, in the dtype of the projection."""
-        x, numbers = (part.astype(self.dtype) for part in (x, self.numbers[...]))
-        sums = jnp.einsum("...k,nk->...n", x, numbers, preferred_element_type=jnp.float32)
-        return (sums * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))).astype(self.dtype)
+        return scaled_product(x.astype(self.dtype), self.numbers[...], self.scale[...])
 
 
 class ExpertShare(nnx.Module):

@@ -162,14 +162,11 @@ def throughput(
         (1,),
     )
     table, alone = profile.step_seconds, requests.astype(jnp.float32)
-    rate_of = lambda tokens, count, seconds: (
-        tokens
-        / jnp.maximum(
-            table[jnp.minimum(count, table.shape[0] - 1)] + first + seconds, _LEAST_SECONDS
-        )
+    time = lambda count, fetching: jnp.maximum(
+        table[jnp.minimum(count, table.shape[0] - 1)] + first + fetching, _LEAST_SECONDS
     )
-    rate = rate_of(alone + tokens, requests + place, seconds)
-    every = jnp.full(worth.shape[0] + 1, rate_of(alone, requests, 0.0))
+    rate = (alone + tokens) / time(requests + place, seconds)
+    every = jnp.full(worth.shape[0] + 1, alone / time(requests, 0.0))
     every = every.at[place].set(jnp.where(possible.reshape(-1), rate, -jnp.inf))
     return place.reshape(survival.shape), every
 
