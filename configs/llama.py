@@ -16,8 +16,16 @@ class LlamaConfig:
     """Sizes and constants of one model: grouped queries, rotary positions, a gated MLP.
 
     Attributes:
+        vocab_size: Tokens that there are.
         context: Longest sequence the model was made for, in positions.
+        num_layers: Layers.
+        hidden_size: Width of the residual stream.
+        num_heads: Heads of the queries.
         num_kv_heads: Heads of keys and values; each is read by `num_heads / num_kv_heads` queries.
+        head_dim: Width of a head.
+        intermediate_size: Width inside the MLP.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Epsilon of the norms.
         tied: Whether the embedding is the output matrix, too.
         rope_style: Which channels of a head form a rotated pair, as the weights are stored.
         param_dtype: Dtype of the weights in memory.
@@ -67,6 +75,8 @@ class FittedConfig:
         index_dim: Width of its queries and of its keys.
         qk_rope_dim: Leading channels of them that are rotated.
         rope_theta: Base of their frequencies; the model's.
+        index_norm_eps: Epsilon of the norm of index keys.
+        index_rope_style: Which channels of a head form a rotated pair.
         param_dtype: Dtype that its weights are saved in.
 
     Raises:
