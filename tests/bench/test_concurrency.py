@@ -68,6 +68,7 @@ def test_time_per_token_of_a_full_engine():
     assert_baseline(served)
 
 
+@pytest.mark.slow
 def test_too_short_to_be_timed():
     served = engine(*POLICIES["adaptive"])
     with pytest.raises(AssertionError, match="too few tokens"):

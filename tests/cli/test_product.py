@@ -222,7 +222,7 @@ PLAIN = {}
 @pytest.mark.parametrize(
     ("kind", "length", "policy"),
     [
-        ("dflash2", None, "adaptive"),
+        pytest.param("dflash2", None, "adaptive", marks=pytest.mark.slow),
         pytest.param("dspark", "auto", "fixed", marks=pytest.mark.slow),
     ],
 )

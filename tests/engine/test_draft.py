@@ -170,6 +170,7 @@ def test_draft_longer_than_the_tail():
         )
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_target_distribution():
     """The first two of four tokens, many times: their joint distribution is the target's.
 

@@ -105,7 +105,7 @@ def test_same_tokens_under_every_policy(form, policy):
     [
         pytest.param("fixed", 1, marks=pytest.mark.slow),
         ("adaptive", 1),
-        ("fixed", 4),
+        pytest.param("fixed", 4, marks=pytest.mark.slow),
         pytest.param("adaptive", 4, marks=pytest.mark.slow),  # the same tokens below
     ],
 )

@@ -108,7 +108,8 @@ def test_tokens_are_those_of_requests_alone(policy):
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param("resident", marks=pytest.mark.slow), "fixed", "adaptive"]
+    "policy",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("resident", "fixed")), "adaptive"],
 )
 def test_with_little_host_memory(policy):
     """9 pages are enough for two of these at most, so most of them wait, in order."""
@@ -147,7 +148,7 @@ def test_a_draft_gets_the_features_of_shared_tokens(shared, window):
     np.testing.assert_allclose(found, wanted[position[1, slots]], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [10, 40])
+@pytest.mark.parametrize("window", [10, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_draft_is_as_good_after_a_shared_prefix(window):
     """It accepts what it does without sharing: the toy's guesses are all wrong after a NaN.
 

@@ -76,7 +76,7 @@ def test_shards_give_the_same_model(checkpoint):
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
 def test_half_precision_weights_are_kept_and_computed_in_float32_on_request(checkpoint, dtype):
     edit_config(checkpoint, dtype=dtype)
     edit_tensors(

@@ -144,6 +144,7 @@ def test_policies_give_the_same_bits(policy, queries, formats):
     assert np.median(np.abs(found - logits("resident", queries)).max(axis=1)) > 1e-3
 
 
+@pytest.mark.slow
 def test_rotation_alone_changes_no_selection(monkeypatch, new_programs):
     """In float32, keys and queries that are both rotated select what they select as they are."""
     plain = logits("resident", split=60)

@@ -171,6 +171,7 @@ def test_what_would_move_a_history_is_refused_in_one_line():
         list(served.advance())
 
 
+@pytest.mark.slow
 def test_an_urgent_request_waits_for_a_row():
     served = engine("fixed")
     running = [served.submit(asked) for asked in REQUESTS[:2]]
