@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +48,15 @@ def expert_room(pairs: int, experts: int) -> int:
     return -(-most // ROOM_UNIT) * ROOM_UNIT
 
 
-Blocks = Callable[[Float[Array, "e m D"], Int[Array, " e"]], Float[Array, "e m D"]]
-"""A block of rows of every expert, and how many there are, through it."""
+Blocks = Callable[[Any, Int[Array, " e"]], Float[Array, "e m D"]]
+"""A block of rows of every expert, in the form that they came in, and how many of them there are,
+through it."""
 
 
 def run_experts(
     run: Blocks,
     count: int,
-    x: Float[Array, "n D"],
+    x: Any,  # noqa: ANN401  # arrays with a row per token, as the experts take them
     expert: Int[Array, "n picks"],
     weight: Float[Array, "n picks"],
 ) -> Float[Array, "n D"]:
@@ -71,13 +73,15 @@ def run_experts(
     place = jnp.where(rank < room, flat * room + rank, count * room)
     token = jnp.arange(flat.shape[0], dtype=jnp.int32) // picks
     source = jnp.zeros(count * room, jnp.int32).at[place].set(token, mode="drop")
-    rows = _gathered(x, source).reshape(count, room, -1)
+    rows = jax.tree.map(
+        lambda leaf: _gathered(leaf, source).reshape(count, room, *leaf.shape[1:]), x
+    )
     done = run(rows, mine.sum(axis=0, dtype=jnp.int32)).reshape(count * room, -1)
     found = _gathered(done, jnp.minimum(place, count * room - 1))
     factor = jnp.where(rank < room, weight.reshape(-1), 0.0)
     found = (found.astype(jnp.float32) * factor[:, None]).reshape(*expert.shape, -1)
-    return found.sum(axis=1).astype(x.dtype)
+    return found.sum(axis=1).astype(done.dtype)
 
 
-def _gathered(rows: Shaped[Array, "n D"], at: Int[Array, " m"]) -> Shaped[Array, "m D"]:
+def _gathered(rows: Shaped[Array, "n *D"], at: Int[Array, " m"]) -> Shaped[Array, "m *D"]:
     return rows.at[at].get(mode="promise_in_bounds")

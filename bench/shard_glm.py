@@ -152,7 +152,7 @@ class GlmShard(ShardModel):
             executed=[
                 f"{config.num_layers} layers: attention, indexer with top-K, norms, router, shared "
                 f"expert, {self.experts} of {config.num_experts} experts, head; weights random, "
-                "fp8 with a scale per output channel, bfloat16 products",
+                "fp8 with a scale per output channel, inputs rounded to fp8 with a scale per row",
             ],
             modelled=[
                 "the profile of acceptance is published for a DSpark of GLM-5.2; the mean "

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from bench.shard_experts import route, run_experts, uniform_picks
@@ -42,6 +43,7 @@ from dhisparse_jax.models.glm.decode import geometry_of
 from dhisparse_jax.models.glm.norms import normalised
 from dhisparse_jax.models.glm.rope import rotate, rotate_first
 from dhisparse_jax.models.history import in_basis
+from dhisparse_jax.models.share import Rounded, rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +105,11 @@ class ShardModel:
             layer = params.weights.layers[number]
             normed = rms_norm(x, layer.norms[0], config.norm_eps)
             with jax.named_scope("project"):
-                query, row, q_lora = project(config, layer, normed, positions)
+                small = rounded(normed)
+                query, row, q_lora = project(config, layer, small, positions, self.dtype)
             if place == 0:
                 with jax.named_scope("indexer"):
-                    index = index_inputs(config, layer.indexer, normed, q_lora, positions)
+                    index = index_inputs(config, layer.indexer, (normed, small), q_lora, positions)
                     index = in_basis(index, self.geometry)
                     index = dataclasses.replace(index, replayed=replayed(replay, pool, positions))
                 opened = open_group(index)
@@ -129,33 +132,39 @@ class ShardModel:
     ) -> Float[Array, "R T D"]:
         if isinstance(mlp, Mlp):
             with jax.named_scope("dense"):
-                return gated(mlp, x)
+                return gated(mlp, rounded(x), self.dtype)
         with jax.named_scope("shared"):
-            shared = gated(mlp.shared, x)
+            small = rounded(x)
+            shared = gated(mlp.shared, small, self.dtype)
         with jax.named_scope("router"):
             expert, weight = route(self.config, mlp, x)
             drawn = uniform_picks(positions, layer, expert.shape[-1], self.experts)
             expert = jnp.where(replay.on, drawn, expert % self.experts)
         with jax.named_scope("experts"):
-            flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
-            run = lambda rows, _: gated(mlp.experts, rows, times_each)
-            routed = run_experts(run, self.experts, flat(x), flat(expert), flat(weight))
+            flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
+            rows = jax.tree.map(flat, small)
+            run = lambda rows, _: gated(mlp.experts, rows, self.dtype, times_each)
+            routed = run_experts(run, self.experts, rows, flat(expert), flat(weight))
         return shared + routed.reshape(x.shape)
 
 
 def project(
-    config: GlmConfig, layer: Layer, x: Float[Array, "R T D"], positions: Int[Array, "R T"]
-) -> tuple[Float[Array, "R T H row"], Float[Array, "R T row"], Float[Array, "R T q_lora"]]:
+    config: GlmConfig,
+    layer: Layer,
+    x: Rounded,
+    positions: Int[Array, "R T"],
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "R T H row"], Float[Array, "R T row"], Rounded]:
     """Absorbed queries, the row to keep, and the query latent."""
     eps, latent, rank = config.latent_norm_eps, config.kv_lora_rank, config.q_lora_rank
-    both = times(x, layer.latents)
-    q_lora = rms_norm(both[..., :rank], layer.query_norm, eps)
+    both = times(x, layer.latents, dtype)
+    q_lora = rounded(rms_norm(both[..., :rank], layer.query_norm, eps))
     turn = lambda part, at: rotate(part, at, theta=config.rope_theta, yarn=config.yarn)
     rope = turn(both[..., rank + latent :], positions)
     row = jnp.concatenate(
         (rms_norm(both[..., rank : rank + latent], layer.row_norm, eps), rope), axis=-1
     )
-    heads = times(q_lora, layer.queries).reshape(*x.shape[:2], config.num_heads, -1)
+    heads = times(q_lora, layer.queries, dtype).reshape(*positions.shape, config.num_heads, -1)
     absorbed = per_head(heads[..., : config.qk_nope_dim], layer.to_latent)
     turned = turn(heads[..., config.qk_nope_dim :], positions[..., None])
     return jnp.concatenate((absorbed, turned), axis=-1), row, q_lora
@@ -164,17 +173,19 @@ def project(
 def combine(layer: Layer, attended: Float[Array, "R T H latent"]) -> Float[Array, "R T D"]:
     """Residual update from the attended latents."""
     values = per_head(attended, layer.from_latent)
-    return times(values.reshape(*values.shape[:2], -1), layer.out)
+    small = rounded(values.reshape(*values.shape[:2], -1))
+    return times(small, layer.out, values.dtype)
 
 
 def index_inputs(
     config: GlmConfig,
     indexer: Indexer | None,
-    x: Float[Array, "R T D"],
-    q_lora: Float[Array, "R T q_lora"],
+    both: tuple[Float[Array, "R T D"], Rounded],
+    q_lora: Rounded,
     positions: Int[Array, "R T"],
 ) -> IndexInputs:
-    """What the indexer says of the new tokens."""
+    """What the indexer says of the new tokens, from normalised inputs as they are and rounded."""
+    x, small = both
     assert indexer is not None  # every group starts with a layer that has one
     turn = lambda part, at: rotate_first(
         part,
@@ -184,8 +195,9 @@ def index_inputs(
         style=config.index_rope_style,
         yarn=config.yarn,
     )
-    heads = times(q_lora, indexer.queries).reshape(*x.shape[:2], config.index_heads, -1)
-    key = times(x, indexer.keys).astype(jnp.float32)
+    heads = times(q_lora, indexer.queries, x.dtype)
+    heads = heads.reshape(*positions.shape, config.index_heads, -1)
+    key = times(small, indexer.keys, x.dtype).astype(jnp.float32)
     key = key - key.mean(axis=-1, keepdims=True)
     weight, bias = indexer.key_norm.astype(jnp.float32)
     key = normalised(key, config.index_norm_eps) * along_last(weight, 3)

@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from bench.shard_weights import Matrix, Mlp
 from dhisparse_jax.models.glm.norms import normalised
-from dhisparse_jax.models.share import scaled_product
+from dhisparse_jax.models.share import Rounded, rounded, scaled, scaled_product
 
-Times = Callable[[Float[Array, "*n in"], Matrix], Float[Array, "*n out"]]
-"""Rows times a matrix, or blocks of rows times one each."""
+Times = Callable[[Rounded, Matrix, DTypeLike], Float[Array, "*n out"]]
+"""Rows times a matrix, or blocks of rows times one each, in a dtype."""
 
 
 def along_last(vector: Float[Array, " w"], ndim: int) -> Float[Array, "..."]:
@@ -25,9 +26,9 @@ def rms_norm(x: Float[Array, "*n w"], weight: Float[Array, " w"], eps: float) ->
     return (wide * along_last(weight.astype(jnp.float32), x.ndim)).astype(x.dtype)
 
 
-def times(x: Float[Array, "*n in"], matrix: Matrix) -> Float[Array, "*n out"]:
-    """`x` times a matrix; sums in float32."""
-    return scaled_product(x, matrix.numbers, matrix.scale)
+def times(x: Rounded, matrix: Matrix, dtype: DTypeLike) -> Float[Array, "*n out"]:
+    """Rows times a matrix."""
+    return scaled_product(x, matrix.numbers, matrix.scale, dtype)
 
 
 def wide_product(
@@ -37,22 +38,25 @@ def wide_product(
     return jnp.einsum("...k,nk->...n", x, matrix, preferred_element_type=jnp.float32)
 
 
-def times_each(x: Float[Array, "e m in"], matrix: Matrix) -> Float[Array, "e m out"]:
+def times_each(x: Rounded, matrix: Matrix, dtype: DTypeLike) -> Float[Array, "e m out"]:
     """Every block of rows times its own matrix."""
-    numbers = matrix.numbers.astype(x.dtype)
-    sums = jnp.einsum("emk,enk->emn", x, numbers, preferred_element_type=jnp.float32)
-    return (sums * matrix.scale[:, None]).astype(x.dtype)
+    sums = jnp.einsum("emk,enk->emn", x.numbers, matrix.numbers, preferred_element_type=dtype)
+    return scaled(sums, x.scales[..., None], matrix.scale[:, None])
 
 
 def per_head(x: Float[Array, "R T H in"], matrix: Matrix) -> Float[Array, "R T H out"]:
-    """Every head times its own matrix."""
+    """Every head times its own matrix. These rows are not rounded: heads have few numbers each."""
     rows = x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
-    return times_each(rows, matrix).swapaxes(0, 1).reshape(*x.shape[:3], -1)
+    numbers = matrix.numbers.astype(x.dtype)
+    sums = jnp.einsum("emk,enk->emn", rows, numbers, preferred_element_type=jnp.float32)
+    out = (sums * matrix.scale[:, None]).astype(x.dtype)
+    return out.swapaxes(0, 1).reshape(*x.shape[:3], -1)
 
 
-def gated(mlp: Mlp, x: Float[Array, "*n D"], times: Times = times) -> Float[Array, "*n D"]:
+def gated(mlp: Mlp, x: Rounded, dtype: DTypeLike, times: Times = times) -> Float[Array, "*n D"]:
     """`down(silu(gate x) * up x)`, of one MLP, or with `times_each` of several."""
-    return times(activated(times(x, mlp.gate_up)), mlp.down)
+    inner = activated(times(x, mlp.gate_up, dtype))
+    return times(rounded(inner), mlp.down, dtype)
 
 
 def activated(gate_up: Float[Array, "*n twice"]) -> Float[Array, "*n inner"]:

@@ -2,8 +2,9 @@
 
 A model is cut from its shapes, so nothing of the whole is ever allocated. Projections become
 `StoredLinear`, with e4m3 numbers as a checkpoint has them but a float32 scale for each output
-channel, which belongs behind the sum. What runs the experts that are here, and on which tokens, is
-the caller's: no other GPU is there to ask.
+channel, which belongs behind the sum. Their inputs are rounded to e4m3 too, with a scale per row,
+as published fp8 checkpoints say (`activation_scheme: dynamic`). What runs the experts that are
+here, and on which tokens, is the caller's: no other GPU is there to ask.
 """
 
 import dataclasses
@@ -14,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.models.deepseek_v4.moe import V4Moe
 from dhisparse_jax.models.experts import Routing
 from dhisparse_jax.models.stored_experts import StoredExperts, StoredMatrices
+from dhisparse_jax.pytree import state as pytree
+from pallas_kernels.round_rows.api import round_rows
 
 Named = Mapping[str, Mapping[str, Any]]
 """Weights by the name of their module, then by their own: `layers.3.attention.q_a`, `numbers`."""
@@ -37,15 +41,45 @@ RunExperts = Callable[[Stored, Float[Array, "R T D"], Routing, float, int], Floa
 Of the routing, experts are numbers among all of them."""
 
 
+@pytree
+class Rounded:
+    """Rows of 8 bits: `numbers * scales`.
+
+    Attributes:
+        numbers: e4m3.
+        scales: float32 of every row.
+    """
+
+    numbers: Float[Array, "*n width"]
+    scales: Float[Array, "*n"]
+
+
+def rounded(x: Float[Array, "*n width"]) -> Rounded:
+    """Rows as products take them; `x` is bfloat16 or float32."""
+    numbers, scales = round_rows(x)
+    return Rounded(numbers=numbers, scales=scales)
+
+
 def scaled_product(
-    x: Float[Array, "*batch fan_in"],
+    x: Rounded,
     numbers: Float[Array, "fan_out fan_in"],
     scale: Float[Array, " fan_out"],
-) -> Float[Array, "*batch fan_out"]:
-    """`x` times a matrix with a scale per output channel; sums in float32, in the dtype of `x`."""
-    numbers = numbers.astype(x.dtype)
-    sums = jnp.einsum("...k,nk->...n", x, numbers, preferred_element_type=jnp.float32)
-    return (sums * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    dtype: DTypeLike,
+) -> Float[Array, "*n fan_out"]:
+    """Rows times an e4m3 matrix with a scale per output channel.
+
+    Sums are added up in float32, and leave the product in `dtype`, before they are scaled: XLA puts
+    scales that other kernels made into the kernel that comes next, and not into the product.
+    """
+    sums = jnp.einsum("...k,nk->...n", x.numbers, numbers, preferred_element_type=dtype)
+    return scaled(sums, x.scales[..., None], scale.reshape((1,) * (sums.ndim - 1) + (-1,)))
+
+
+def scaled(
+    sums: Float[Array, "*n out"], rows: Float[Array, "*n 1"], columns: Float[Array, "*one out"]
+) -> Float[Array, "*n out"]:
+    """Sums of products of scaled numbers, times their scales; in the dtype of the sums."""
+    return (sums.astype(jnp.float32) * rows * columns).astype(sums.dtype)
 
 
 class StoredLinear(nnx.Module):
@@ -59,7 +93,8 @@ class StoredLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch fan_in"]) -> Float[Array, "*batch fan_out"]:
         """Sums in float32, in the dtype of the projection."""
-        return scaled_product(x.astype(self.dtype), self.numbers[...], self.scale[...])
+        x = x.astype(self.dtype)
+        return scaled_product(rounded(x), self.numbers[...], self.scale[...], x.dtype)
 
 
 class ExpertShare(nnx.Module):

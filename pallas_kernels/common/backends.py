@@ -24,6 +24,7 @@ GPU_KERNELS: dict[str, Backend] = {
     "retrieve_attend": "mosaic",
     "packed_products": "triton",
     "sinkhorn": "triton",
+    "round_rows": "triton",
 }
 """The GPU kernel of each operation; there is one. Only `index_scores` has another one, for float32,
 in which the matrix units do not multiply."""
@@ -42,6 +43,7 @@ TPU_WITHOUT_KERNEL = {
     "retrieve_attend": "one operation after the other on a TPU",
     "packed_products": "plain XLA on a TPU",
     "sinkhorn": "plain XLA on a TPU",
+    "round_rows": "plain XLA on a TPU",
 }
 """Operations that have no TPU kernel on purpose, and why."""
 

@@ -37,6 +37,7 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import abstract
 from dhisparse_jax.models.glm.costs import StepLoad, step_seconds, step_work, weight_bytes
+from dhisparse_jax.models.share import rounded
 from dhisparse_jax.step import Speculation
 
 CONTEXT = 300
@@ -275,18 +276,25 @@ def test_experts_sum_what_tokens_picked():
     x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
     expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
     weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
-    run = lambda rows, _: gated(experts, rows, times_each)
-    found = run_experts(run, 4, x, expert, weight)
+    run = lambda rows, _: gated(experts, rows, jnp.bfloat16, times_each)
+    found = run_experts(run, 4, rounded(x), expert, weight)
     exact = lambda matrix: np.asarray(
         matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
     )
-    gate_up, down, rows = exact(experts.gate_up), exact(experts.down), np.asarray(x, np.float64)
+    gate_up, down, rows = exact(experts.gate_up), exact(experts.down), read(x)
     wanted = np.zeros(rows.shape)
     for token in range(5):
         for number, factor in zip(expert[token].tolist(), weight[token].tolist(), strict=True):
             gate, up = np.split(gate_up[number] @ rows[token], 2)
-            wanted[token] += factor * (down[number] @ (gate / (1 + np.exp(-gate)) * up))
+            inner = read(jnp.asarray(gate / (1 + np.exp(-gate)) * up, jnp.bfloat16))
+            wanted[token] += factor * (down[number] @ inner)
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0.05, atol=0.02)
+
+
+def read(rows):
+    """What rows stand for after they are rounded."""
+    small = rounded(rows)
+    return np.asarray(small.numbers, np.float64) * np.asarray(small.scales, np.float64)[..., None]
 
 
 def test_records_of_several_positions_come_with_the_last_of_them():

@@ -1,4 +1,4 @@
-"""`packed_products` and `sinkhorn` as they run on a GPU, against float64 and the references."""
+"""`packed_products`, `round_rows` and `sinkhorn` on a GPU, against float64 and the references."""
 
 from functools import partial
 
@@ -9,10 +9,13 @@ import pytest
 
 from pallas_kernels.packed_products import cases, reference
 from pallas_kernels.packed_products.api import packed_products
+from pallas_kernels.round_rows import cases as rounding_cases
+from pallas_kernels.round_rows.api import round_rows
 from pallas_kernels.sinkhorn import cases as sinkhorn_cases
 from pallas_kernels.sinkhorn import reference as sinkhorn_reference
 from pallas_kernels.sinkhorn.api import sinkhorn
 from tests.support.products import assert_close, supported
+from tests.support.rounding import assert_rounded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,3 +50,10 @@ def test_sinkhorn(name):
     found = jax.jit(partial(sinkhorn, backend="triton", **options))(logits)
     wanted = jax.jit(partial(sinkhorn_reference.sinkhorn, **options))(logits)
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", rounding_cases.CASES)
+def test_round_rows(name):
+    rows = rounding_cases.CASES[name]()
+    run = jax.jit(partial(round_rows, backend="triton"))
+    assert_rounded(rows, *run(jnp.asarray(rows)))

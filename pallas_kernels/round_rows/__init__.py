@@ -1,0 +1,1 @@
+"""Rows rounded to 8 bits, each with a scale of its own; see `api`."""
