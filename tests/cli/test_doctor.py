@@ -124,7 +124,8 @@ def test_what_to_change(changed, wanted):
 def test_every_backend_has_a_meaning():
     assert meaning("cpu") == CPU_MEANS
     assert "pinned host memory" in meaning("gpu")
-    assert "no kernel that reads host memory" in meaning("tpu")
+    assert "none of it has ever run on a TPU" in meaning("tpu")
+    assert "no kernel that reads host memory" in meaning("metal")
 
 
 def test_a_program_that_is_missing_says_nothing():
