@@ -9,7 +9,7 @@ recording     what every step selects, in a file, and read back
 store         sessions on disk
 
 job           a request on its way through the engine
-ledger        what requests hold, and whether another one fits
+ledger        who has a row, and whether another request fits
 roster        who is in which row, who waits, who makes room
 pieces        prompts piece by piece, between steps
 pace          how many may run at once, under a bound on the time per token
