@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.memory import free_host_bytes
+from dhisparse_jax.engine.memory import free_memory_bytes
 
 
 @dataclasses.dataclass
@@ -32,12 +32,12 @@ class Ledger:
     def of(cls, cfg: HierarchyConfig, parking: int | None = None, devices: int = 1) -> "Ledger":
         """An empty ledger of one of some devices that share host memory.
 
-        By default, all that is free of it can be parked in. Nothing can where a history is more
-        than its records: such a request stays in its row.
+        By default, all that is free of it can be parked in, and not only what can be pinned.
+        Nothing can where a history is more than its records: such a request stays in its row.
         """
         if cfg.geometry.kept:
             parking = 0
-        every = free_host_bytes() if parking is None else parking
+        every = free_memory_bytes() if parking is None else parking
         return cls(cfg.requests, every // devices)
 
     @property
