@@ -1,6 +1,7 @@
 """Sizes of the state in bytes, and whether they fit into the memory there is."""
 
 import dataclasses
+import gc
 import math
 import os
 
@@ -107,6 +108,7 @@ def free_host_bytes() -> int:
 
 def pinned_bytes() -> int:
     """Pinned host memory that arrays of this process are in; JAX counts none of it."""
+    gc.collect()  # an engine that nobody has any more is in cycles, which hold its pools
     pinned = [leaf for leaf in jax.live_arrays() if leaf.sharding.memory_kind == HOST_KIND]
     parts = [part.data for leaf in pinned for part in leaf.addressable_shards]
     # An array of a mesh and those of its devices are the same bytes.
