@@ -8,16 +8,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from bench.shard_weights import Matrix, Mlp
-from dhisparse_jax.models.glm.norms import normalised
+from dhisparse_jax.models.glm.norms import along_last, normalised
 from dhisparse_jax.models.share import Rounded, rounded, scaled, scaled_product
 
 Times = Callable[[Rounded, Matrix, DTypeLike], Float[Array, "*n out"]]
 """Rows times a matrix, or blocks of rows times one each, in a dtype."""
-
-
-def along_last(vector: Float[Array, " w"], ndim: int) -> Float[Array, "..."]:
-    """A vector that goes with the last of `ndim` axes."""
-    return vector.reshape((1,) * (ndim - 1) + (-1,))
 
 
 def rms_norm(x: Float[Array, "*n w"], weight: Float[Array, " w"], eps: float) -> Array:

@@ -16,13 +16,16 @@ from jaxtyping import Array, Float, Int, Key
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.pytree import state as pytree
 
+LEAST_TEMPERATURE = 1e-30
+"""Logits divided by less than that may be more than float32 has."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How one request chooses.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; else at least `LEAST_TEMPERATURE`.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: then keep the smallest set of most likely tokens whose probability reaches top_p.
         seed: of the request's random draws.
@@ -37,6 +40,11 @@ class Sampling:
         """Refuse values without a meaning."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
             raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"temperature is {self.temperature}; it must be 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE}, below which logits overflow"
+            )
         if self.top_k < 0:
             raise UserError(f"top-k is {self.top_k}; it must be 0 (off) or more")
         if not 0.0 < self.top_p <= 1.0:
@@ -102,12 +110,28 @@ def position_keys(
 ) -> Key[Array, " R"]:
     """A key for every row's draw at a position.
 
-    A position may be proposed and verified in several steps, but only one of them decides its
-    token, so a purpose needs one key per position.
+    A position may be verified in several steps, but only one of them decides its token, so a
+    purpose needs one key per position. Proposals have `proposal_keys`.
     """
     # Positions are below 2**31, so the root of another purpose is the key of no position.
     root = lambda key: jax.random.fold_in(key, jnp.uint32(2**32 - purpose)) if purpose else key
     return jax.vmap(lambda key, at: jax.random.fold_in(root(key), at))(sampler.key, position)
+
+
+def proposal_keys(sampler: Sampler, length: Int[Array, " R"], number: int) -> Key[Array, " R"]:
+    """A key for every row's draw of a proposal.
+
+    A position is proposed in several steps, and drawn anew in each: how many proposals a step
+    verifies may follow from what earlier steps proposed (`speculation.schedule`), and so must say
+    nothing about its own.
+
+    Args:
+        sampler: how each row chooses.
+        length: int32 committed positions, one number in each step.
+        number: of the proposal in its block, from 0.
+    """
+    keys = position_keys(sampler, length, Purpose.PROPOSE)
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
 
 def target_logits(logits: Float[Array, "R V"], sampler: Sampler) -> Float[Array, "R V"]:

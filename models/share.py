@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.models.deepseek_v4.moe import V4Moe
 from dhisparse_jax.models.experts import Routing
+from dhisparse_jax.models.glm.norms import along_last
 from dhisparse_jax.models.stored_experts import StoredExperts, StoredMatrices
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.round_rows.api import round_rows
@@ -72,7 +73,7 @@ def scaled_product(
     scales that other kernels made into the kernel that comes next, and not into the product.
     """
     sums = jnp.einsum("...k,nk->...n", x.numbers, numbers, preferred_element_type=dtype)
-    return scaled(sums, x.scales[..., None], scale.reshape((1,) * (sums.ndim - 1) + (-1,)))
+    return scaled(sums, x.scales[..., None], along_last(scale, sums.ndim))
 
 
 def scaled(

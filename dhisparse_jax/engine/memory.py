@@ -1,13 +1,14 @@
 """Sizes of the state in bytes, and whether they fit into the memory there is."""
 
 import dataclasses
+import gc
 import math
 import os
 
 import jax
 import psutil
 
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import MAX_PAGE_SLOTS, HierarchyConfig, Policy
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy import layout
@@ -88,14 +89,30 @@ def free_device_bytes() -> int:
     """Memory that the first device can still give."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
-        return psutil.virtual_memory().available
+        return free_memory_bytes()
     return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
 
 
+def free_memory_bytes() -> int:
+    """Host memory that plain arrays can take."""
+    return psutil.virtual_memory().available
+
+
 def free_host_bytes() -> int:
-    """Memory that host pools can take: free memory, and the pinned limit where there is one."""
-    free = psutil.virtual_memory().available
-    return min(free, pinned_limit_bytes()) if jax.default_backend() == "gpu" else free
+    """Memory that host pools can take: free memory, and what is left of a pinned limit."""
+    free = free_memory_bytes()
+    if jax.default_backend() != "gpu":
+        return free
+    return min(free, max(0, pinned_limit_bytes() - pinned_bytes()))
+
+
+def pinned_bytes() -> int:
+    """Pinned host memory that arrays of this process are in; JAX counts none of it."""
+    gc.collect()  # an engine that nobody has any more is in cycles, which hold its pools
+    pinned = [leaf for leaf in jax.live_arrays() if leaf.sharding.memory_kind == HOST_KIND]
+    parts = [part.data for leaf in pinned for part in leaf.addressable_shards]
+    # An array of a mesh and those of its devices are the same bytes.
+    return sum({part.unsafe_buffer_pointer(): part.nbytes for part in parts}.values())
 
 
 def pinned_limit_bytes() -> int:
@@ -107,8 +124,8 @@ def pinned_limit_bytes() -> int:
 def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
     """Hot slots per request when the user names none.
 
-    On an accelerator, what half of the free device memory holds, but not more than the history;
-    on a CPU, where both tiers are one memory, 4 K.
+    On an accelerator, what half of the free device memory holds, in whole pages of the largest size
+    if that is one, but not more than the history; on a CPU, where both tiers are one memory, 4 K.
     """
     if jax.default_backend() == "cpu":
         return min(capacity, CPU_HOT_ROWS_PER_K * geometry.top_k)
@@ -121,7 +138,8 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
         host_page=geometry.whole,  # any that is possible
     )
     per_row = requests * sum(4 * probe.record_words(pool) for pool in range(probe.pools))
-    return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))
+    rows = int(HOT_SHARE * free_device_bytes()) // per_row
+    return max(1, min(capacity, rows - rows % MAX_PAGE_SLOTS or rows))
 
 
 def _smaller_device(cfg: HierarchyConfig, needed: Sizes, batch: int) -> str:
