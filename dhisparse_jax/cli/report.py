@@ -1,10 +1,12 @@
 """The JSON documents: written whole or not at all. Knows nothing about display."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -119,8 +121,8 @@ class OutputFile:
     """A file that appears whole or not at all.
 
     Made before the work starts, so that a path that cannot be written is found at once. What is
-    already at the path stays until `keep` replaces it. Beside it lies a file of another name from
-    `open` to `keep`, and none before: a process that is killed while it works leaves nothing.
+    already at the path stays until `keep` replaces it. Until then the new one has no name, so that
+    a process that is killed leaves nothing; where the file system has no such files, another one.
     """
 
     def __init__(self, path: Path, option: str = "--json") -> None:
@@ -137,6 +139,7 @@ class OutputFile:
         self._special = _is_special(path)
         self._path = path if self._special else Path(os.path.realpath(path))
         self._temporary: Path | None = None
+        self._nameless: int | None = None
         self._option = option
         try:
             if self._special:
@@ -167,23 +170,31 @@ class OutputFile:
         if self._special:
             return self._path.open("wb")
         self.discard()
+        self._nameless = _nameless(self._path.parent)
+        if self._nameless is not None:
+            return os.fdopen(os.dup(self._nameless), "wb")
         handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-        os.close(handle)
         self._temporary = Path(name)
-        return self._temporary.open("wb")
+        os.fchmod(handle, 0o666 & ~_umask())  # mkstemp's 0600 would surprise
+        return os.fdopen(handle, "wb")
 
     def keep(self) -> None:
         """Put what was written in place."""
+        if self._nameless is not None:
+            self._temporary = _named(self._nameless, self._path)
         if self._temporary is not None:
-            self._temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would surprise
             self._temporary.replace(self._path)
             self._temporary = None
+        self.discard()
 
     def discard(self) -> None:
         """Remove what was prepared and not kept."""
         if self._temporary is not None:
             self._temporary.unlink(missing_ok=True)
             self._temporary = None
+        if self._nameless is not None:
+            os.close(self._nameless)
+            self._nameless = None
 
 
 @contextlib.contextmanager
@@ -210,6 +221,27 @@ def _output_file(path: Path | None, option: str) -> Generator[OutputFile | None,
     finally:
         if output:
             output.discard()
+
+
+def _nameless(folder: Path) -> int | None:
+    """Descriptor of a new file in a folder that has no name yet; None where there are none such."""
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not Path("/proc/self/fd").is_dir():  # by which it is named later
+        return None
+    try:
+        return os.open(folder, flag | os.O_WRONLY, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # the file system, the kernel
+            return None
+        raise
+
+
+def _named(descriptor: int, path: Path) -> Path:
+    """Give a file without a name one beside `path`, by which it can replace what is there."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    # With a folder's descriptor, which an absolute path makes no use of, the link is followed.
+    os.link(f"/proc/self/fd/{descriptor}", beside, src_dir_fd=descriptor)
+    return beside
 
 
 def _is_special(path: Path) -> bool:
