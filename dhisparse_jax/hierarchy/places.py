@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import state as states
 from dhisparse_jax.hierarchy.state import HierarchyState
 
@@ -47,7 +48,7 @@ def partition_specs(cfg: HierarchyConfig, axis: Axis) -> HierarchyState:
 
 
 def abstract(
-    cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None
+    cfg: HierarchyConfig, mesh: Mesh | None = None, axis: Axis | None = None
 ) -> HierarchyState:
     """Shapes, dtypes and shardings of the state, as `init` makes it.
 
@@ -59,10 +60,13 @@ def abstract(
         mesh: devices; None: the first one.
         axis: name of the mesh axis that requests are split over.
 
+    Raises:
+        UserError: one of mesh and axis without the other, or the mesh has no such axis.
+
     Returns:
         The state with a `jax.ShapeDtypeStruct` in place of each array.
     """
-    mesh, axis = (_one_device(), "all") if mesh is None or axis is None else (mesh, axis)
+    mesh, axis = _spread(mesh, axis) or (_one_device(), "all")
     host = states.host_sharding(mesh.devices.flat[0]).memory_kind
 
     def placed(
@@ -77,9 +81,11 @@ def abstract(
     return jax.tree_util.tree_map_with_path(placed, states.abstract(cfg), specs)
 
 
-def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None) -> HierarchyState:
+def init(
+    cfg: HierarchyConfig, mesh: Mesh | None = None, axis: Axis | None = None
+) -> HierarchyState:
     """An empty hierarchy: no request, no record. Arguments as in `abstract`."""
-    if mesh is None or axis is None:
+    if _spread(mesh, axis) is None:
         return states.init(cfg)
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -101,6 +107,18 @@ def whole_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tupl
     axes += [()] * (len(shape) - len(axes))
     sizes = zip(shape, axes, strict=True)
     return tuple(size * math.prod(mesh.shape[axis] for axis in over) for size, over in sizes)
+
+
+def _spread(mesh: Mesh | None, axis: Axis | None) -> tuple[Mesh, Axis] | None:
+    """The mesh and its axis, or None for one device. Raises as `abstract`."""
+    if mesh is None and axis is None:
+        return None
+    if mesh is None or axis is None:
+        raise UserError("a mesh and the name of its axis go together; give both, or none")
+    for name in (axis,) if isinstance(axis, str) else axis:
+        if name not in mesh.axis_names:
+            raise UserError(f"the mesh has no axis {name!r}; its axes are {mesh.axis_names}")
+    return mesh, axis
 
 
 def _one_device() -> Mesh:

@@ -1,0 +1,134 @@
+"""A step that has begun: which group is open in it, and which layers have been."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jaxtyping import Array, Bool, Int
+
+from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
+from dhisparse_jax.hierarchy import group as groups
+from dhisparse_jax.hierarchy.group import OpenGroup
+from dhisparse_jax.hierarchy.layout import Layer
+from dhisparse_jax.hierarchy.select import IndexInputs
+from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.plugin.choice import Choice, check_index, not_finite, own_selection
+from dhisparse_jax.pytree import state as pytree
+from pallas_kernels.common.ids import NO_SLOT
+
+_STATIC = {"static": True}
+
+
+@pytree
+class OpenStep:
+    """A step that has begun. Hand it from layer to layer; `positions` is for the model to read.
+
+    Attributes:
+        positions: int32 position of every new token.
+        wrong: queries that selected what they do not see or by what are no numbers, are beyond the
+            capacity, or went through a layer that is none of its group, or had been.
+        given: layers whose rows were given.
+        history: the hierarchy, or its open group.
+        cfg: sizes of the hierarchy; static.
+        group: number of the open group, NO_SLOT before the first; static.
+        opened: groups that have selected; static.
+        written: layers whose rows were given, and `~n` for a layer n that a scan may give; static.
+    """
+
+    positions: Int[Array, "R T"]
+    wrong: Bool[Array, "R T"]
+    given: Bool[Array, " L"]
+    history: HierarchyState | OpenGroup
+    cfg: HierarchyConfig = dataclasses.field(metadata=_STATIC)
+    group: int = dataclasses.field(default=NO_SLOT, metadata=_STATIC)
+    opened: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
+    written: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
+
+
+def layers_of(cfg: HierarchyConfig, group: int) -> range:
+    """Numbers of the layers of a group."""
+    sizes = cfg.geometry.layers_per_pool
+    if not 0 <= group < len(sizes):
+        raise UserError(f"there is no group {group}; there are {len(sizes)}")
+    return range(sum(sizes[:group]), sum(sizes[: group + 1]))
+
+
+def _group_with(cfg: HierarchyConfig, layer: int) -> int:
+    """The group of a layer."""
+    for group in range(cfg.pools):
+        if layer in layers_of(cfg, group):
+            return group
+    sizes = cfg.geometry.layers_per_pool
+    raise UserError(f"there is no layer {layer}; layers_per_pool {sizes} has {sum(sizes)}")
+
+
+def group_of(step: OpenStep) -> OpenGroup:
+    """The group that is open. Raises UserError where none is."""
+    if not isinstance(step.history, OpenGroup):
+        raise UserError("no group has selected yet; the first layer of each gives `select`")
+    return step.history
+
+
+def enter(step: OpenStep, layer: Layer, choice: Choice | None) -> tuple[OpenStep, Layer]:
+    """The step with the group of a layer open, and the place of the layer in it."""
+    if isinstance(layer, np.integer):
+        layer = int(layer)
+    if isinstance(layer, int):
+        step = _enter_known(step, layer, choice)
+    elif choice is not None:
+        raise UserError("layers that are scanned over select before the scan: call `select`")
+    elif (group_of(step), layer.shape, layer.dtype)[1:] != ((), jnp.int32):
+        raise UserError(f"a layer is {layer.dtype} {layer.shape}; it must be one int32 number")
+    numbers = layers_of(step.cfg, step.group)
+    place = layer - numbers[0]
+    possible = jnp.clip(jnp.asarray(place, jnp.int32), 0, len(numbers) - 1)
+    number = possible + numbers[0]
+    inside = possible == place
+    fits = inside & ~step.given[number]
+    checkify.debug_check(
+        fits, f"layer {{}} is not in group {step.group}, or has kept its rows", jnp.int32(layer)
+    )
+    given = step.given.at[number].set(step.given[number] | inside)
+    step = dataclasses.replace(step, wrong=step.wrong | ~fits, given=given)
+    return step, place if isinstance(place, int) else possible
+
+
+def _enter_known(step: OpenStep, layer: int, choice: Choice | None) -> OpenStep:
+    """The step with the group of a layer open, where its number is known to the program."""
+    group = _group_with(step.cfg, layer)
+    if choice is not None:
+        step = open_(step, group, choice)
+    elif group != step.group:
+        raise UserError(f"layer {layer} is the first one of group {group}; it must select")
+    if layer in step.written:
+        raise UserError(f"layer {layer} has kept its rows in this step; a layer does it once")
+    return dataclasses.replace(step, written=(*step.written, layer))
+
+
+def open_(step: OpenStep, group: int, choice: Choice) -> OpenStep:
+    """The step with a group open, and the one before it closed."""
+    cfg, state = step.cfg, step.history
+    if group in step.opened:
+        raise UserError(f"group {group} has selected in this step; only its first layer does")
+    if isinstance(state, OpenGroup):
+        state = groups.close_group(state, cfg, step.group)
+    if isinstance(choice, IndexInputs):
+        check_index(cfg, choice)
+        unseen = not_finite(choice) & state.active[:, None]
+        checkify.debug_check(
+            ~unseen.any(), f"group {group} selects by queries, weights or keys that are no numbers"
+        )
+        opened = groups.open_group(state, cfg, group, choice)
+    else:
+        with jax.named_scope("select"):
+            selection, unseen = own_selection(state, cfg, step.positions, choice)
+        checkify.debug_check(
+            ~unseen.any(), f"group {group} selects positions that a query does not see"
+        )
+        opened = groups.open_selected(state, cfg, group, selection)
+    return dataclasses.replace(
+        step, history=opened, wrong=step.wrong | unseen, group=group, opened=(*step.opened, group)
+    )
