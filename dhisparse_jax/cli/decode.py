@@ -1,7 +1,6 @@
 """`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +167,7 @@ def prepare(
     """Load the model, encode the prompts, and make an engine that they fit into."""
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
-    mesh = many.start(options.devices, told(options, prompts))
+    mesh = many.start(options.devices, many.told(options, options.devices, prompts))
     draft = options.draft.name
     loaded = load_model(options.model, options.dtype, options.formats, draft=draft, mesh=mesh)
     draft = load_draft(options.draft, loaded)
@@ -186,16 +185,6 @@ def prepare(
         auto=options.draft.auto,
     )
     return loaded, requests, engine
-
-
-def told(options: DecodeOptions, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """What all processes have to be told alike, by name."""
-    own = ("json", "trace_dir", "devices", "prompt_files")
-    names = (field.name for field in dataclasses.fields(options) if field.name not in own)
-    return {name: getattr(options, name) for name in names} | {
-        "mesh": options.devices.mesh,
-        "prompts": [prompt.data for prompt in prompts],
-    }
 
 
 def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) -> "Request":

@@ -1,7 +1,8 @@
 """The options of several devices and processes, as `options` has the others."""
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from dhisparse_jax.cli.prompts import Prompt
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.mesh import MeshShape
 
@@ -75,6 +77,15 @@ def process(value: str | None) -> str | None:
     return value
 
 
+def address(value: str | None) -> str | None:
+    """Refuse what is no host with a port."""
+    if value is not None:
+        host, _, port = value.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise typer.BadParameter(f"{value} is no address with a port, as in localhost:1234")
+    return value
+
+
 MeshText = Annotated[
     str | None,
     typer.Option(
@@ -91,6 +102,7 @@ Coordinator = Annotated[
     typer.Option(
         "--coordinator",
         metavar="HOST:PORT",
+        callback=address,
         help="Where process 0 listens, if the devices of the mesh are those of several processes. "
         "All are given the same options; process 0 prints the texts.",
         rich_help_panel=DEVICES,
@@ -121,6 +133,42 @@ def start(options: MeshOptions, told: Mapping[str, object]) -> "Mesh | None":
     if options.process is not None:
         _meet(options, told)
     return None if options.mesh is None else MeshShape.parse(options.mesh).mesh()
+
+
+OWN = ("json", "record_selections", "trace_dir", "devices", "prompt_files")
+"""Fields of a command's options that every process may have to itself."""
+
+OPTIONS = {
+    "rows": "kv-format",
+    "keys": "index-format",
+    "record": "record-selections",
+    "name": "draft",
+    "length": "draft-length",
+    "auto": "draft-length auto",
+}
+"""The options that fields have other names than."""
+
+
+def told(options: object, devices: MeshOptions, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """What all processes have to be told alike, by option; as many items whatever they are told.
+
+    Args:
+        options: of the command, with parts that are options too.
+        devices: what is said of devices.
+        prompts: what they continue.
+    """
+    found: dict[str, object] = {
+        "--mesh": devices.mesh,
+        "the number of prompts": len(prompts),
+        "prompts": [prompt.data for prompt in prompts],
+    }
+    for name, value in vars(options).items():
+        parts = vars(value) if dataclasses.is_dataclass(value) else {name: value}
+        known = {part: given for part, given in parts.items() if name not in OWN}
+        found |= {
+            f"--{OPTIONS.get(part, part.replace('_', '-'))}": given for part, given in known.items()
+        }
+    return found
 
 
 def _meet(options: MeshOptions, told: Mapping[str, object]) -> None:
