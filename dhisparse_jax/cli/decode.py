@@ -116,7 +116,10 @@ def run(options: DecodeOptions) -> None:
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
     written = {"--json": options.json, "--record-selections": options.record_selections}
-    with output_files(written, options.prompt_files) as (output, selected):
+    with (
+        output_files(written, options.prompt_files) as (output, selected),
+        many.together(options.devices),
+    ):
         work(options, prompts, output, selected)
 
 
