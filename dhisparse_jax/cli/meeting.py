@@ -31,6 +31,9 @@ _WHO = re.compile(r"\d{1,9}/\d{1,9}")
 GRACE_SECONDS = 5
 """How long a process may take to end by itself when another one has."""
 
+NOTICING_SECONDS = 2
+"""How long after an error another process may be the reason of it."""
+
 PARTING = b"parting"
 """What a process says that is done."""
 
@@ -49,11 +52,17 @@ class Company:
     """
 
     def __init__(self, others: Mapping[str, socket.socket]) -> None:
-        self._others, self._gone, self._parted = others, threading.Event(), False
+        self._others = others
+        self._gone, self._parted = threading.Event(), threading.Event()
+        self._is_first = not any(name.startswith("0/") for name in others)
         self.lost = ""
-        for name, connection in others.items():
+        self._watchers = [
+            threading.Thread(target=self._watch, args=pair, daemon=True) for pair in others.items()
+        ]
+        for connection in others.values():
             _keep_alive(connection)
-            threading.Thread(target=self._watch, args=(name, connection), daemon=True).start()
+        for watcher in self._watchers:
+            watcher.start()
 
     def wait(self, seconds: float) -> str:
         """What to say if another process ends in so many seconds, or has; else nothing."""
@@ -62,19 +71,28 @@ class Company:
 
     def part(self) -> None:
         """This process is done: the others need not wonder where it is."""
-        self._parted = True
+        self._parted.set()
         for connection in self._others.values():
             with contextlib.suppress(OSError):
                 connection.sendall(PARTING)
                 connection.close()
 
     def abandon(self) -> None:
-        """This process ends before the others are done, who are told by it."""
-        self._parted = True
+        """This process ends before the others are done, who are told by it.
+
+        Process 0 waits for them: JAX aborts those that are there when its coordinator goes.
+        """
+        self._parted.set()
         for connection in self._others.values():
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # which ends its watcher too
-                connection.close()
+                connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + GRACE_SECONDS + NOTICING_SECONDS
+        for watcher in self._watchers if self._is_first else ():
+            watcher.join(max(0.0, deadline - time.monotonic()))
+        for connection in self._others.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # which ends its watcher
+            connection.close()
 
     def _watch(self, name: str, connection: socket.socket) -> None:
         """Wait for the end of another process; this one ends soon after it, whatever it does."""
@@ -82,12 +100,11 @@ class Company:
         with contextlib.suppress(OSError):
             connection.settimeout(None)
             said = connection.recv(len(PARTING))
-        if said == PARTING or self._parted:
+        if said == PARTING or self._parted.is_set():
             return
         self.lost = f"process {name} ended before the others were done; see what it said"
         self._gone.set()
-        time.sleep(GRACE_SECONDS)
-        if not self._parted:
+        if not self._parted.wait(GRACE_SECONDS):
             sys.stderr.write(f"error: {self.lost}\n")
             sys.stderr.flush()
             os._exit(BAD_INPUT)  # the main thread waits in a compiled library, for ever

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dhisparse_jax.cli.meeting import Company, meet
+from dhisparse_jax.cli.meeting import NOTICING_SECONDS, Company, meet
 from dhisparse_jax.cli.prompts import Prompt
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.mesh import MeshShape
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-NOTICING_SECONDS = 2
-"""How long after an error another process may be the reason of it."""
 
 ABANDONED: list[Company] = []
 """The other processes, if this one ends before they are done."""

@@ -31,7 +31,7 @@ from dhisparse_jax.audit.sampled import asking, draw_tokens, enumerate_rule
 from dhisparse_jax.hierarchy import group, layout, retrieve
 from dhisparse_jax.hierarchy.invariants import host_rows
 from dhisparse_jax.speculation import accept as rules
-from tests.support.mutants import always, own_row, soft_as_hard
+from tests.support.mutants import always, best_after_all, one_chance, own_row, soft_as_hard
 from tests.support.serving import drafted, engine, is_idle, model, request
 
 REQUESTS = [request(40, 24, seed=1), request(5, 20, seed=2), request(33, 24, seed=3)]
@@ -369,11 +369,17 @@ def test_a_biased_acceptance_is_named(monkeypatch, name, mutant):
     assert level.first.step == 1
 
 
-def test_a_biased_acceptance_shows_in_what_is_drawn(monkeypatch):
-    monkeypatch.setattr(rules, "standing", always)
+@pytest.mark.parametrize(
+    ("name", "mutant", "place"),
+    [("standing", always, 0), ("remainder", best_after_all, 3), ("standing", one_chance, 1)],
+)
+def test_a_biased_acceptance_shows_in_what_is_drawn(monkeypatch, name, mutant, place):
+    """In the first place of a block that is wrong: all of it, its last token, its second one."""
+    monkeypatch.setattr(rules, name, mutant)
     level = sampling(draw_tokens)
     assert level.first.what == "what is drawn has not the model's distribution"
-    assert level.first.request in NAMES
+    row = NAMES.index(level.first.request)
+    assert level.first.position == len(REQUESTS[row].prompt) + 1 + place
 
 
 class Liar(Rehearsed):
