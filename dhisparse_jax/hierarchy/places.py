@@ -49,6 +49,7 @@ def partition_specs(cfg: HierarchyConfig, axis: Axis) -> HierarchyState:
             step = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
             state, logits = jax.jit(step, donate_argnums=0)(state, tokens)
     """
+    check_config(cfg)
 
     def spec(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = name_of(path)
@@ -73,11 +74,13 @@ def abstract(
         axis: name of the mesh axis that requests are split over.
 
     Raises:
-        UserError: one of mesh and axis without the other, or the mesh has no such axis.
+        UserError: one of mesh and axis without the other, the mesh has no such axis, or cfg is no
+            configuration.
 
     Returns:
         The state with a `jax.ShapeDtypeStruct` in place of each array.
     """
+    check_config(cfg)
     mesh, axis = _spread(mesh, axis) or (_one_device(), "all")
     host = states.host_sharding(mesh.devices.flat[0]).memory_kind
 
@@ -100,6 +103,7 @@ def init(
 
     Over a mesh, every device has `cfg.requests` rows; `partition_specs` has an example.
     """
+    check_config(cfg)
     if _spread(mesh, axis) is None:
         return states.init(cfg)
 
@@ -122,6 +126,12 @@ def whole_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tupl
     axes += [()] * (len(shape) - len(axes))
     sizes = zip(shape, axes, strict=True)
     return tuple(size * math.prod(mesh.shape[axis] for axis in over) for size, over in sizes)
+
+
+def check_config(cfg: object) -> None:
+    """Whether these are sizes of a hierarchy. Raises UserError where they are not."""
+    if not isinstance(cfg, HierarchyConfig):
+        raise UserError(f"cfg is a {type(cfg).__name__}; it must be a HierarchyConfig")
 
 
 def _spread(mesh: Mesh | None, axis: Axis | None) -> tuple[Mesh, Axis] | None:

@@ -6,6 +6,7 @@ TPU the words of a record have two dimensions (`pallas_kernels.common.record_lay
 `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.pytree import state
@@ -122,6 +124,7 @@ class HierarchyState:
         selection: positions that this step's queries select, NO_SLOT fills up, the last ones where
             a pool is selected from several times. None unless selections are recorded.
         step: steps so far, plus one; a step counts once more for every further selection.
+        geometry: what it was made for; static. No other reads its bytes as they were written.
     """
 
     pools: tuple[PoolState, ...]
@@ -136,6 +139,7 @@ class HierarchyState:
     counts: PlanCounts
     selection: Int[Array, "pools R T K"] | None
     step: Int[Array, ""]
+    geometry: Geometry = dataclasses.field(metadata={"static": True})
 
 
 def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
@@ -189,6 +193,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
         counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
         selection=_unless_empty((cfg.pools, r, cfg.queries, cfg.recorded)),
         step=shape((), i32),
+        geometry=cfg.geometry,
     )
 
 

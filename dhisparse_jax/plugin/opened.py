@@ -1,10 +1,10 @@
 """A step that has begun: which group is open in it, and which layers have been."""
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int
 
@@ -16,6 +16,7 @@ from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.plugin.choice import Choice, check_index, not_finite, own_selection
+from dhisparse_jax.plugin.sizes import scalar
 from dhisparse_jax.pytree import state as pytree
 from pallas_kernels.common.ids import NO_SLOT
 
@@ -74,12 +75,14 @@ def group_of(step: OpenStep) -> OpenGroup:
 
 def enter(step: OpenStep, layer: Layer, choice: Choice | None) -> tuple[OpenStep, Layer]:
     """The step with the group of a layer open, and the place of the layer in it."""
-    if isinstance(layer, np.integer):
-        layer = int(layer)
+    layer = _as_known(layer)
     if isinstance(layer, int):
         step = _enter_known(step, layer, choice)
     elif choice is not None:
-        raise UserError("layers that are scanned over select before the scan: call `select`")
+        raise UserError(
+            "a layer that selects has an int as its number: in a scan over layers, where it is an "
+            "array, `select` comes before it"
+        )
     elif (group_of(step), layer.shape, layer.dtype)[1:] != ((), jnp.int32):
         raise UserError(f"a layer is {layer.dtype} {layer.shape}; it must be one int32 number")
     numbers = layers_of(step.cfg, step.group)
@@ -96,16 +99,43 @@ def enter(step: OpenStep, layer: Layer, choice: Choice | None) -> tuple[OpenStep
     return step, place if isinstance(place, int) else possible
 
 
+def _as_known(layer: Layer) -> Layer:
+    """The number of a layer as an int, where its value is known while a step is traced."""
+    if isinstance(layer, jax.core.Tracer):
+        return layer
+    scalar("a layer", layer)
+    return operator.index(layer)
+
+
 def _enter_known(step: OpenStep, layer: int, choice: Choice | None) -> OpenStep:
     """The step with the group of a layer open, where its number is known to the program."""
     group = _group_with(step.cfg, layer)
     if choice is not None:
         step = open_(step, group, choice)
     elif group != step.group:
-        raise UserError(f"layer {layer} is the first one of group {group}; it must select")
+        raise UserError(_why_not_open(step, layer, group))
     if layer in step.written:
         raise UserError(f"layer {layer} has kept its rows in this step; a layer does it once")
     return dataclasses.replace(step, written=(*step.written, layer))
+
+
+def _why_not_open(step: OpenStep, layer: int, group: int) -> str:
+    """What is expected in place of a layer whose group is not open."""
+    first = layers_of(step.cfg, group)[0]
+    if group in step.opened:
+        return f"layer {layer} comes too late: group {group} ended when group {step.group} selected"
+    if layer == first:
+        return f"layer {layer} is the first one of group {group}; it must select"
+    return (
+        f"layer {layer} comes before group {group} has selected, which layer {first} does; go on "
+        "with the step that each layer returns"
+    )
+
+
+def check_open(step: object) -> None:
+    """Whether it is a step that has begun. Raises UserError where it is none."""
+    if not isinstance(step, OpenStep):
+        raise UserError(f"the step is a {type(step).__name__}; it must be what begin_step returns")
 
 
 def open_(step: OpenStep, group: int, choice: Choice) -> OpenStep:
@@ -122,6 +152,11 @@ def open_(step: OpenStep, group: int, choice: Choice) -> OpenStep:
             ~unseen.any(), f"group {group} selects by queries, weights or keys that are no numbers"
         )
         opened = groups.open_group(state, cfg, group, choice)
+    elif cfg.geometry.index_width:
+        raise UserError(
+            f"positions keep no index key, and index_width is {cfg.geometry.index_width}: select "
+            "by IndexInputs in every step, or set it to 0"
+        )
     else:
         with jax.named_scope("select"):
             selection, unseen = own_selection(state, cfg, step.positions, choice)

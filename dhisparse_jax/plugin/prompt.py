@@ -86,7 +86,7 @@ def leave(
     """Free the row of a request: its pages come back, its records are forgotten.
 
     Of a row that is free already nothing changes, and neither does anything for a row that only its
-    value shows not to be there, which `checkify` names. Run it under `jit`, with the state donated.
+    value shows not to be there; `checkify` names both. Run it under `jit`, with the state donated.
 
     Args:
         state: the hierarchy.
@@ -98,6 +98,8 @@ def leave(
     """
     check_state(state, cfg)
     row, there = row_of(request, cfg)
+    taken = ~there | state.active[row]
+    checkify.debug_check(taken, "row {} is free: there is nobody who could leave", row)
     beyond = jnp.int32(cfg.requests)  # what is written there is dropped
     return requests.leave(state, cfg, jnp.where(there, row, beyond))
 
@@ -132,10 +134,12 @@ def _sizes(
             shape = (size, cfg.geometry.index_width)
             raise UserError(f"index keys have shape {key.shape}; they must have {shape}")
     count = length if isinstance(length, int | np.integer) else size
-    if not 0 <= count <= size <= cfg.capacity:
+    if size > cfg.capacity:
         raise UserError(
-            f"a prompt of {count} positions in {size} rows; the capacity is {cfg.capacity}"
+            f"a prompt has {size} rows, padding included, and the capacity is {cfg.capacity}"
         )
+    if not 0 <= count <= size:
+        raise UserError(f"a prompt has a length of {count}, and {size} rows")
     given = scalar("length", size if length is None else length)
     possible = (given >= 0) & (given <= size)
     checkify.debug_check(possible, f"a length of {{}} in {size} rows", given)

@@ -1,5 +1,6 @@
 """Whether a state has the sizes that it is said to have, and a row is one of them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,28 +11,50 @@ from jaxtyping import Array, Bool, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy import state as states
-from dhisparse_jax.hierarchy.places import name_of
+from dhisparse_jax.hierarchy.places import check_config, name_of
 from dhisparse_jax.hierarchy.state import HierarchyState
+
+AGAIN = "make one by init with this cfg"
+"""What helps where a state and a configuration do not agree."""
 
 
 def check_state(state: HierarchyState, cfg: HierarchyConfig) -> None:
     """Whether a state has the sizes of a configuration.
 
     Raises:
-        UserError: it was made by another one; with the first array that differs.
+        UserError: it was made by another one, with the first thing that differs; or it is none.
     """
-    if not isinstance(cfg, HierarchyConfig):
-        raise UserError(f"cfg is a {type(cfg).__name__}; it must be a HierarchyConfig")
+    check_config(cfg)
+    if not isinstance(state, HierarchyState):
+        raise UserError(f"the state is a {type(state).__name__}; it must be what init returns")
+    if cfg.host_page_count < cfg.requests * cfg.row_pages:
+        raise UserError(
+            f"host_pages is {cfg.host_pages}, which only an Engine deals out: leave it out, so "
+            f"that {cfg.requests} requests have {cfg.row_pages} pages each"
+        )
+    _check_geometry(state.geometry, cfg.geometry)
     wanted, wanted_form = jax.tree_util.tree_flatten_with_path(states.abstract(cfg))
     found, form = jax.tree_util.tree_flatten_with_path(state)
     if form != wanted_form:
-        raise UserError("the state is of another geometry: make one by init with this cfg")
+        one_has = {name_of(path) for path, _ in found} ^ {name_of(path) for path, _ in wanted}
+        what = "record_selections" if "selection" in one_has else "policy"
+        raise UserError(f"the state is of another {what} than cfg's {getattr(cfg, what)}: {AGAIN}")
     for (path, leaf), (_, like) in zip(found, wanted, strict=True):
         if leaf.shape != like.shape or leaf.dtype != like.dtype:
             raise UserError(
                 f"the state's {name_of(path)} is {leaf.dtype} {leaf.shape}, and cfg says "
-                f"{like.dtype} {like.shape}: make one by init with this cfg"
+                f"{like.dtype} {like.shape}: {AGAIN}"
+            )
+
+
+def _check_geometry(found: Geometry, wanted: Geometry) -> None:
+    for field in dataclasses.fields(Geometry):
+        mine, other = getattr(found, field.name), getattr(wanted, field.name)
+        if mine != other:
+            raise UserError(
+                f"the state was made for {field.name} {mine}, and cfg says {other}: {AGAIN}"
             )
 
 

@@ -25,7 +25,7 @@ from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.retrieve import Attended
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.plugin.choice import Choice
-from dhisparse_jax.plugin.opened import OpenStep, enter, group_of, layers_of, open_
+from dhisparse_jax.plugin.opened import OpenStep, check_open, enter, group_of, layers_of, open_
 from dhisparse_jax.plugin.rows import Rows, flat, shape_of, unflat
 from dhisparse_jax.plugin.sizes import check_state
 from pallas_kernels.common.rows import gather_words, unpack
@@ -57,6 +57,8 @@ def begin_step(state: HierarchyState, cfg: HierarchyConfig) -> OpenStep:
     Raises:
         UserError: the geometry is that of a compressed history, or the state is of other sizes.
     """
+    if isinstance(state, OpenStep):
+        raise UserError("a step has begun already: `end_step` comes before the next one")
     check_state(state, cfg)
     geometry = cfg.geometry
     if geometry.kept or geometry.rates or geometry.candidates:
@@ -85,12 +87,14 @@ def select(step: OpenStep, group: int, choice: Choice) -> OpenStep:
     Args:
         step: the step.
         group: which group, from 0.
-        choice: see `Choice`; positions up to each query's own, itself included.
+        choice: see `Choice`; positions up to each query's own, itself included. One that is named
+            twice counts once.
 
     Raises:
         UserError: there is no such group, it has selected already, or the choice has another shape
             than the geometry says.
     """
+    check_open(step)
     scanned = tuple(~layer for layer in layers_of(step.cfg, group))  # by which numbers is not known
     opened = open_(step, group, choice)
     history = groups.close_group(group_of(opened), step.cfg, group)
@@ -113,10 +117,11 @@ def attend(
             a group that has selected; what comes of a number outside of it, or of one that has
             been, is NaN.
         row: rows of the new tokens: MLA `[R, T, width]`; GQA keys `[R, T, heads, key]` and values
-            `[R, T, heads, value]`.
+            `[R, T, heads, value]`. They are stored as bytes, and have no gradient.
         query: queries `[R, T, H, key]`; of MLA absorbed ones, as wide as a row. Query head h reads
             head `h // (H / heads)` of the rows.
-        select: what the first layer of a group selects, for all of it; None in the others.
+        select: what the first layer of a group selects, for all of it; None in the others. A
+            position that is named twice counts once.
 
     Returns:
         `values [R, T, H, value]`: `softmax(scale * query . key) . value` over the selected rows in
@@ -124,11 +129,14 @@ def attend(
         other rows can be merged; and the step to go on with.
 
     Raises:
-        UserError: the layer cannot come now, or an array is not as the geometry says.
+        UserError: the layer cannot come now, an array is not as the geometry says, or a gradient is
+            asked of the rows.
     """
+    check_open(step)
     new, shape = step.positions.shape, shape_of("queries", query)
     if len(shape) != 4 or shape[:2] != new:
-        raise UserError(f"queries have shape {shape}; it must be {(*new, 'heads', 'key')}")
+        wanted = f"({new[0]}, {new[1]}, heads, key)"
+        raise UserError(f"queries have shape {shape}; they must have {wanted}")
     if not jnp.issubdtype(query.dtype, jnp.floating):
         raise UserError(f"queries are {query.dtype}, and so would be values; they must be floats")
     step, place = enter(step, layer, select)
@@ -155,6 +163,7 @@ def read(
     Raises:
         UserError: see `attend`.
     """
+    check_open(step)
     step, place = enter(step, layer, select)
     cfg, row_format = step.cfg, step.cfg.geometry.row
     row = flat(row_format, row, step.positions.shape)
@@ -186,18 +195,20 @@ def end_step(step: OpenStep, accepted: Int[Array, " R"] | None = None) -> Hierar
     Args:
         step: the step, after the last layer.
         accepted: int32 how many of the T tokens of each request stay, the first ones; None: all.
-            What the others wrote is never read. Less than 0 is 0, more than T is T.
+            What the others wrote is never read. Less than 0 is 0, more than T is T; and no more
+            stay than the capacity has room for: queries beyond it got NaN.
 
     Raises:
         UserError: a layer has kept nothing in this step, or `accepted` has another form.
     """
+    check_open(step)
     cfg = step.cfg
     kept = {max(layer, ~layer) for layer in step.written}
     missing = sorted(set(range(sum(cfg.geometry.layers_per_pool))) - kept)
     if missing:
         raise UserError(
-            f"layers {missing} kept no rows in this step; layers_per_pool "
-            f"{cfg.geometry.layers_per_pool} says that there are as many"
+            f"layers {missing} of layers_per_pool {cfg.geometry.layers_per_pool} kept no rows in "
+            "this step: each calls attend or read, and hands on the step that it returns"
         )
     state = groups.close_group(group_of(step), cfg, step.group)
     if accepted is None:
@@ -208,6 +219,12 @@ def end_step(step: OpenStep, accepted: Int[Array, " R"] | None = None) -> Hierar
     possible = jnp.clip(accepted, 0, cfg.queries)
     checkify.debug_check(
         (possible == accepted).all(), f"accepted is not in the range 0 to {cfg.queries}"
+    )
+    after = jnp.where(state.active, state.length + possible, 0).max()
+    checkify.debug_check(
+        after <= cfg.capacity,
+        f"a request would keep {{}} positions, and the capacity is {cfg.capacity}: accept fewer",
+        after,
     )
     whole = step.given.all()
     checkify.debug_check(whole, "a scan over the layers of a group left one of them out")

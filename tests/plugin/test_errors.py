@@ -1,5 +1,6 @@
 """What is refused while a step is traced, each with one clear line."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dhisparse_jax import Geometry, IndexInputs, RowFormat, plugin
+from dhisparse_jax import Geometry, IndexInputs, Policy, RowFormat, plugin
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.plugin.rows import shape_of
 from tests.support.plugged import choose, rows, sizes
@@ -50,7 +51,10 @@ GQA = RowFormat.gqa(2, 8, "float32")
         ({"row": jnp.zeros((2, 1, 11))}, r"rows have shape \(2, 1, 11\); .* \(2, 1, 12\)"),
         ({"row": jnp.zeros((2, 1, 12), jnp.bfloat16)}, "rows are bfloat16; .* float32: cast them"),
         ({"row": (jnp.zeros(1), jnp.zeros(1))}, "rows are one array of 12 numbers, not 2 arrays"),
-        ({"query": jnp.zeros((1, 1, 4, 12))}, r"queries have shape \(1, 1, 4, 12\); .* \(2, 1, 'h"),
+        (
+            {"query": jnp.zeros((1, 1, 4, 12))},
+            r"queries have shape \(1, 1, 4, 12\); .* \(2, 1, heads",
+        ),
         ({"query": jnp.zeros((2, 4, 12))}, r"queries have shape \(2, 4, 12\)"),
         ({"query": jnp.zeros((2, 1, 4, 8))}, "a query has 8 numbers; rows have keys of 12"),
         ({"select": None}, "layer 0 is the first one of group 0; it must select"),
@@ -59,12 +63,19 @@ GQA = RowFormat.gqa(2, 8, "float32")
         ({"select": jnp.zeros((2, 1, 6))}, r"not float32 \(2, 1, 6\)"),
         ({"select": INDEX}, "index_width is 0: select by positions"),
         ({"layer": 3}, r"there is no layer 3; layers_per_pool \(1, 2\) has 3"),
-        ({}, r"layers \[1, 2\] kept no rows in this step; layers_per_pool \(1, 2\)"),
+        ({}, r"layers \[1, 2\] of layers_per_pool \(1, 2\) kept no rows in this step: each"),
     ],
 )
 def test_a_layer_that_does_not_fit(given, message):
     with pytest.raises(UserError, match=message):
         traced(sizes(), lambda step: attend(step, **given))
+
+
+def test_positions_leave_no_index_keys():
+    cfg = sizes()
+    cfg = dataclasses.replace(cfg, geometry=dataclasses.replace(cfg.geometry, index_width=5))
+    with pytest.raises(UserError, match="positions keep no index key, and index_width is 5"):
+        traced(cfg, attend)
 
 
 def test_a_group_selects_once():
@@ -82,11 +93,42 @@ def test_a_layer_keeps_its_rows_once():
 
 
 def test_a_scan_selects_before_it():
-    number = jnp.int32(0)
-    with pytest.raises(UserError, match="select before the scan"):
-        traced(sizes(), lambda step: attend(step, layer=number))
+    with pytest.raises(UserError, match=r"in a scan over layers, .*, `select` comes before it"):
+        traced(sizes(), lambda step: attend(step, layer=step.positions[0, 0]))
     with pytest.raises(UserError, match="no group has selected yet"):
-        traced(sizes(), lambda step: attend(step, layer=number, select=None))
+        traced(sizes(), lambda step: attend(step, layer=step.positions[0, 0], select=None))
+    traced(sizes(groups=(1,)), lambda step: attend(step, layer=NUMBER))
+
+
+NUMBER = jnp.int32(0)
+
+
+def test_layers_in_another_order():
+    with pytest.raises(UserError, match="layer 2 comes before group 1 has selected, which layer 1"):
+        traced(sizes(), lambda step: attend(attend(step), 2, select=None))
+    with pytest.raises(UserError, match="layer 0 comes too late: group 0 ended when group 1"):
+        traced(sizes(), lambda step: attend(attend(attend(step), 1), 0, select=None))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"row": RowFormat.mla(6, 6, "float32")}, "was made for row .*value_width=6"),
+        ({"groups": (2, 1)}, r"was made for layers_per_pool \(2, 1\), and cfg says \(1, 2\)"),
+        ({"policy": Policy.ADAPTIVE}, "the state is of another policy than cfg's fixed"),
+        ({"record_selections": True}, "another record_selections than cfg's False"),
+    ],
+)
+def test_a_state_that_was_made_for_others(fields, message):
+    with pytest.raises(UserError, match=message):
+        jax.eval_shape(
+            lambda state: plugin.begin_step(state, sizes()), plugin.abstract(sizes(**fields))
+        )
+
+
+def test_an_engine_deals_out_host_pages():
+    with pytest.raises(UserError, match=r"host_pages is 5, .*: leave it out, so that 2 .* 5 pages"):
+        plugin.begin_step(plugin.abstract(sizes()), sizes(host_pages=5))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +188,11 @@ def test_bytes_are_read():
         ({"length": 5}, "a prompt without rows"),
         ({"request": 2}, "there is no row 2; there are 2 requests"),
         ({"rows": [rows(jnp.arange(9), 0)] * 2}, "rows of 2 layers; layers_per_pool has 3"),
-        ({"rows": [rows(jnp.arange(41), 0)] * 3}, "41 positions in 41 rows; the capacity is 40"),
-        ({"rows": [rows(jnp.arange(9), 0)] * 3, "length": 10}, "10 positions in 9 rows"),
+        (
+            {"rows": [rows(jnp.arange(41), 0)] * 3},
+            "41 rows, padding included, and the capacity is 40",
+        ),
+        ({"rows": [rows(jnp.arange(9), 0)] * 3, "length": 10}, "a length of 10, and 9 rows"),
         (
             {"rows": [rows(jnp.arange(9), 0)] * 3, "keys": [jnp.zeros((9, 4))] * 2},
             "index keys of 2 groups; there must be 0",
@@ -209,6 +254,7 @@ from dhisparse_jax.errors import UserError
 from tests.support.plugged import choose, rows, sizes
 
 cfg, PROMPT, QUERY = sizes(groups=(1,)), rows(jnp.arange(9), 0), jnp.zeros((2, 1, 4, 12))
+STATE = plugin.abstract(cfg)
 
 def step(layer=0, query=QUERY, select=None, accepted=None, scanned=False, cfg=cfg):
     def body(state):
@@ -241,6 +287,14 @@ for call in (
     lambda: step(layer=jnp.float32(0), scanned=True),
     lambda: step(layer=jnp.zeros(2, jnp.int32), scanned=True),
     lambda: step(cfg=None),
+    lambda: step(layer=0.0),
+    lambda: jax.eval_shape(lambda s: plugin.begin_step(plugin.begin_step(s, cfg), cfg), STATE),
+    lambda: plugin.begin_step(None, cfg),
+    lambda: plugin.begin_step(cfg, STATE),
+    lambda: plugin.admit(cfg, STATE, 0),
+    lambda: plugin.init(cfg.geometry),
+    lambda: plugin.attend(STATE, 0, PROMPT, QUERY),
+    lambda: plugin.end_step(STATE),
     lambda: admit(request=0.5),
     lambda: admit(request=None),
     lambda: admit(request=jnp.zeros(2, jnp.int32)),
@@ -267,9 +321,17 @@ selected positions are a list; they must be an array
 a selection is int32 (2, 1, 6), not int64 (2, 1, 3)
 accepted numbers are a int; they must be an array
 accepted numbers are a list; they must be an array
-a layer is float32 (); it must be one int32 number
-a layer is int32 (2,); it must be one int32 number
+a layer is float32 (); it must be one whole number
+a layer is int32 (2,); it must be one whole number
 cfg is a NoneType; it must be a HierarchyConfig
+a layer is float64 (); it must be one whole number
+a step has begun already: `end_step` comes before the next one
+the state is a NoneType; it must be what init returns
+cfg is a HierarchyState; it must be a HierarchyConfig
+cfg is a HierarchyState; it must be a HierarchyConfig
+cfg is a Geometry; it must be a HierarchyConfig
+the step is a HierarchyState; it must be what begin_step returns
+the step is a HierarchyState; it must be what begin_step returns
 a row is float64 (); it must be one whole number
 a row is object (); it must be one whole number
 a row is int32 (2,); it must be one whole number

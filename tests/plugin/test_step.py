@@ -1,6 +1,7 @@
 """What a model may do with a step: scans, remat, rows of bytes; and what only values can show."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,26 @@ def test_a_scan_over_layers_is_the_same_step():
         position = 17 - 3 * request + step
         wanted = sum(attended(position, layer) for layer in range(3))
         np.testing.assert_allclose(found[step, request, 0], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("of", ["row", "query"])
+def test_rows_have_no_gradient(of):
+    cfg = sizes()
+
+    @jax.checkpoint
+    def one(factor, step):
+        row = rows(step.positions, 0)
+        given = {"row": row, "query": row[:, :, None]}
+        given[of] = factor * given[of]
+        return plugin.attend(step, 0, **given, select=choose(step.positions))
+
+    loss = lambda factor, state: one(factor, plugin.begin_step(state, cfg))[0].values.sum()
+    slope = partial(jax.eval_shape, jax.grad(loss), 1.0, plugin.abstract(cfg))
+    if of == "query":
+        assert slope().dtype == jnp.float32
+        return
+    with pytest.raises(UserError, match="rows are stored as bytes and have no gradient"):
+        slope()
 
 
 def test_rows_of_bytes_come_back_as_they_were():
@@ -135,7 +156,11 @@ def test_a_row_that_is_not_there_cannot_leave():
         with pytest.raises(checkify.JaxRuntimeError, match=f"there is no row {row}"):
             error.throw()
         assert state.active.tolist() == [False, True]
-        assert all(check_invariants(state, cfg).values())
+    error, state = leave(before, cfg, 0)
+    with pytest.raises(checkify.JaxRuntimeError, match="row 0 is free"):
+        error.throw()
+    for after in (state, leave(before, cfg, 1)[1]):
+        assert all(check_invariants(after, cfg).values())
 
 
 def test_a_scan_that_leaves_a_layer_out_gives_nan():
@@ -220,6 +245,26 @@ def test_checkify_tells_of_a_step_without_requests_and_beyond_the_capacity():
     error, _ = admit(state, cfg, 0, [rows(jnp.arange(23), 0)])
     with pytest.raises(checkify.JaxRuntimeError, match="row 0 is taken"):
         error.throw()
+
+
+def test_checkify_tells_of_tokens_that_are_kept_beyond_the_capacity():
+    cfg = sizes(groups=(1,), capacity=24, queries=2)
+
+    def step(state, accepted):
+        step = plugin.begin_step(state, cfg)
+        values, step = layer_of(step, 0, step.positions[..., None])
+        return values, plugin.end_step(step, accepted)
+
+    full = {"length": jnp.array([23, 24]), "active": jnp.array([True, False])}
+    state = dataclasses.replace(plugin.init(cfg), **full)
+    checked = jax.jit(checkify.checkify(step))
+    error, (values, after) = checked(state, jnp.array([1, 2], jnp.int32))
+    error.throw()
+    assert np.isnan(values[0]).any(axis=-1).tolist() == [False, True]
+    error, (_, after) = checked(state, jnp.array([2, 2], jnp.int32))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"would keep 25 positions, .* 24: accept"):
+        error.throw()
+    assert after.length[0] == 24
 
 
 def test_every_head_reads_its_own_keys_and_values():
