@@ -17,7 +17,7 @@ from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.decode import longest_prompt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, Setting, output_files
+from dhisparse_jax.cli.report import OutputFile, Setting, on_standard_output, output_files
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def work(options: AuditOptions, prompts: Sequence[Prompt], output: OutputFile | 
     seconds = time.monotonic() - begin
     if output:
         output.write(document(setting, levels, complete=stopped is None, seconds=seconds))
-    show(Console(), setting, levels, complete=stopped is None)
+    show(Console(stderr=on_standard_output(output)), setting, levels, complete=stopped is None)
     if stopped is not None:
         raise stopped
     return levels

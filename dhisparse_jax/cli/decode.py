@@ -14,7 +14,7 @@ from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, decode_document, output_files
+from dhisparse_jax.cli.report import OutputFile, decode_document, on_standard_output, output_files
 from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.errors import UserError
 
@@ -135,6 +135,7 @@ def work(
     from dhisparse_jax.cli.tables import hierarchy_table, request_table
 
     out, err = many.consoles(options.devices)
+    out = err if on_standard_output(output) else out
     with interrupts() as check_interrupt:
         loading = err.status(f"loading {options.model}")
         with loading if err.is_terminal else contextlib.nullcontext():

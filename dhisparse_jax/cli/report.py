@@ -7,13 +7,14 @@ import json
 import os
 import re
 import secrets
+import sys
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from dhisparse_jax.cli.prompts import STANDARD_INPUT
+from dhisparse_jax.cli.prompts import STANDARD_INPUT, STANDARD_OUTPUT
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,6 +124,9 @@ class OutputFile:
     Made before the work starts, so that a path that cannot be written is found at once. What is
     already at the path stays until `keep` replaces it. Until then the new one has no name, so that
     a process that is killed leaves nothing; where the file system has no such files, another one.
+
+    Attributes:
+        standard: whether it is none, but standard output, as `--json -` says.
     """
 
     def __init__(self, path: Path, option: str = "--json") -> None:
@@ -131,6 +135,7 @@ class OutputFile:
         Raises:
             UserError: `path` is a directory, its folder is missing, or it cannot be written.
         """
+        self.standard = option == "--json" and str(path) == STANDARD_OUTPUT
         if path.is_dir():
             raise UserError(f"{option} {path} is a directory; name a file")
         if not path.parent.is_dir():
@@ -142,6 +147,8 @@ class OutputFile:
         self._nameless: int | None = None
         self._option = option
         try:
+            if self.standard:
+                return
             if self._special:
                 with path.open("a"):
                     return
@@ -156,7 +163,12 @@ class OutputFile:
 
         Raises:
             UserError: it cannot be written, for example because the disk is full.
+            BrokenPipeError: nobody reads standard output any more.
         """
+        if self.standard:
+            sys.stdout.write(document_text(document))
+            sys.stdout.flush()
+            return
         try:
             with self.open() as file:
                 file.write(document_text(document).encode())
@@ -195,6 +207,11 @@ class OutputFile:
         if self._nameless is not None:
             os.close(self._nameless)
             self._nameless = None
+
+
+def on_standard_output(output: OutputFile | None) -> bool:
+    """Whether a document goes to standard output, and what a person reads to standard error."""
+    return output is not None and output.standard
 
 
 @contextlib.contextmanager

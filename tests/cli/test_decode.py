@@ -105,6 +105,14 @@ def test_document_can_go_to_a_device(run, fake, prompt):
     assert not os.path.isfile(os.devnull)
 
 
+def test_a_document_on_standard_output_is_alone_there(run, fake, prompt, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("decode", "-p", prompt("a", b"a"), "-p", prompt("b", b"b"), "-n", 3, "--json", "-")
+    assert json.loads(result.out)["metrics"]["output_tokens"] == 6
+    assert "selected rows" in result.err
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_nothing_lies_beside_the_document_while_it_is_not_written(run, fake, prompt, tmp_path):
     """So that `kill -9` leaves nothing."""
     seen = set()
