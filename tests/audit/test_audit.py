@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.audit.findings import Difference, Level
-from dhisparse_jax.audit.greedy import compare_tokens, write
+from dhisparse_jax.audit.greedy import Written, compare_tokens, write
 from dhisparse_jax.audit.levels import (
     Levels,
     Subjects,
@@ -444,3 +444,12 @@ def test_a_sound_engine_holds_every_promise():
     assert e3.counts["positions enumerated"] == 3 * 3
     assert is_idle(of.audited.engine)
     assert is_idle(of.resident.engine)
+
+
+def test_tokens_without_a_verified_block_prove_nothing_of_a_draft():
+    level = Level("E2")
+    compare_tokens(REQUESTS[:1], [[5]], Written([[5]], [[0]]), level)
+    assert level.verdict == "untried"
+    assert level.untried.startswith("no block was verified")
+    compare_tokens(REQUESTS[:1], [[5]], Written([[6]], [[0]]), level)
+    assert level.verdict == "REFUTED"
