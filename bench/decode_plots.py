@@ -18,9 +18,12 @@ SMALLEST = 0.02
 
 
 def decode_gpu(path: Path) -> None:
-    """Draw output against load, the step by stage, and the share of the floor, beside a result."""
+    """Draw output against load, steps by stage and over time, and shares of floors, beside it."""
     document = json.loads(path.read_text())
-    for name, draw in (("sweep", _sweep), ("stages", _stages), ("floor", _floor)):
+    draws = {"sweep": _sweep, "stages": _stages, "floor": _floor}
+    if any(cell.get("timeline_us") for cell in document["cells"].values()):
+        draws["timeline"] = _timeline
+    for name, draw in draws.items():
         figure = draw(document)
         figure.tight_layout()
         figure.savefig(path.with_name(f"{path.stem}_{name}.png"))
@@ -86,6 +89,27 @@ def _floor(document: dict[str, Any]) -> Any:  # noqa: ANN401
     axes.set_xticks(middle, ["the step", *stages], rotation=30, ha="right", fontsize=8)
     axes.set_ylabel("floor in share of the time, %")
     _finish(axes)
+    return figure
+
+
+def _timeline(document: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Two selection groups of the last cells that were profiled, a line per stage."""
+    cells = {name: cell for name, cell in document["cells"].items() if cell.get("timeline_us")}
+    shown = list(cells)[-2:]
+    figure, rows = plt.subplots(
+        len(shown), figsize=(9, 3 * len(shown)), dpi=150, sharex=True, squeeze=False
+    )
+    colour = plt.get_cmap("tab20")
+    order = dict.fromkeys(stage for name in shown for stage, *_ in cells[name]["timeline_us"])
+    for name, axes in zip(shown, rows[:, 0], strict=True):
+        for number, stage in enumerate(order):
+            bars = [bar for each, *bar in cells[name]["timeline_us"] if each == stage]
+            axes.broken_barh(bars, (number - 0.4, 0.8), color=colour(number % 20))
+        axes.set_yticks(range(len(order)), list(order), fontsize=7)
+        axes.invert_yaxis()
+        axes.set_title(_label(name), fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    rows[-1, 0].set_xlabel("us")
     return figure
 
 

@@ -1,8 +1,7 @@
 """Running a cell: warm-up, timed steps, a profile, and what came of it."""
 
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from bench.shard_compile import Program
 from bench.shard_figures import figures_of, reached
 from bench.shard_load import Loaded
 from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
-from bench.stages import Spent, by_stage, profiled
+from bench.stages import Event, Kernel, Scopes, by_stage, profiled, timeline
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.engine.output import places, unpacked
@@ -112,7 +111,7 @@ def run_cell(
     halves = [count for count in (plan.steps - plan.steps // 2, plan.steps // 2) if count]
     seconds = [stepper.advance(count) for count in halves]
     timed = stepper.outputs[plan.warm :]
-    kernels = profiled(lambda: stepper.advance(plan.profiled)) if plan.profiled else {}
+    events = profiled(lambda: stepper.advance(plan.profiled)) if plan.profiled else []
     figures: dict[str, Any] = {
         "requests": cell.requests,
         "context": common.history,
@@ -121,7 +120,7 @@ def run_cell(
         "hot_rows": cfg.hot_slots(0),
         **figures_of(loaded, cell, timed, sum(seconds), common.history, common.rates),
         "step_ms_halves": [1e3 * s / n for s, n in zip(seconds, halves, strict=True)],
-        **_stages(kernels, program.scopes, max(plan.profiled, 1)),
+        **_stages(events, program.scopes, max(plan.profiled, 1)),
         "hbm_gb": _used_gb(),
         "compile_s": program.seconds,
         "state_s": admitted,
@@ -133,21 +132,25 @@ def run_cell(
     return Ran(figures, hosts_of(stepper.state.hierarchy))
 
 
-def _stages(kernels: Spent, scopes: Mapping[str, Mapping[str, str]], steps: int) -> dict[str, Any]:
-    """Milliseconds of a step by stage and by kernel, longest first."""
-    stages = {stage: 1e3 * spent / steps for stage, spent in by_stage(kernels, scopes).items()}
+def _stages(events: list[Event], scopes: Scopes, steps: int) -> dict[str, Any]:
+    """Milliseconds of a step by stage and by kernel, longest first, and two groups over time."""
+    stages = {stage: 1e3 * spent / steps for stage, spent in by_stage(events, scopes).items()}
     return {
         "stages_ms": dict(sorted(stages.items(), key=lambda item: -item[1])),
-        "kernels_ms": top_kernels(kernels, steps),
+        "kernels_ms": top_kernels(events, steps),
+        "timeline_us": timeline(events, scopes),
     }
 
 
-def top_kernels(kernels: Spent, steps: int, count: int = 25) -> list[list[Any]]:
+def top_kernels(events: list[Event], steps: int, count: int = 25) -> list[list[Any]]:
     """The kernels that take longest: program, name, milliseconds and calls per step."""
-    order = sorted(kernels.items(), key=lambda item: -item[1][0])[:count]
+    spent: dict[Kernel, list[float]] = defaultdict(list)
+    for event in events:
+        spent[event.kernel].append(event.seconds)
+    order = sorted(spent.items(), key=lambda item: -sum(item[1]))[:count]
     return [
-        [kernel.program, kernel.name[:60], 1e3 * spent / steps, calls / steps]
-        for kernel, (spent, calls) in order
+        [kernel.program, kernel.name[:60], 1e3 * sum(seconds) / steps, len(seconds) / steps]
+        for kernel, seconds in order
     ]
 
 

@@ -8,7 +8,7 @@ more than the step; what is left of the step is launch gaps.
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,22 +97,30 @@ def stage_of(kernel: Kernel, scopes: Mapping[str, str]) -> str:
     return known[-1] if known else "other"
 
 
-Spent = Mapping[Kernel, tuple[float, int]]
-"""GPU seconds and calls of every kernel."""
+class Event(NamedTuple):
+    """A kernel that ran.
+
+    Attributes:
+        kernel: which one.
+        begin: seconds since any time that events have in common.
+        seconds: that it took.
+    """
+
+    kernel: Kernel
+    begin: float
+    seconds: float
 
 
-def profiled(run: Callable[[], object]) -> Spent:
-    """What every kernel spends meanwhile; empty without a GPU."""
+def profiled(run: Callable[[], object]) -> list[Event]:
+    """The kernels that run meanwhile, in order; none without a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         files = list(Path(folder).rglob("*.xplane.pb"))
-        return _kernels(files[0]) if files else {}
+        return sorted(_events(files[0]), key=lambda event: event.begin) if files else []
 
 
-def _kernels(path: Path) -> Spent:
-    total: dict[Kernel, float] = defaultdict(float)
-    calls: dict[Kernel, int] = defaultdict(int)
+def _events(path: Path) -> Iterator[Event]:
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -120,10 +128,8 @@ def _kernels(path: Path) -> Spent:
             if not line.name.startswith("Stream"):
                 continue  # sums of what the streams have
             for event in line.events:
-                key = _kernel(event.name, dict(event.stats))
-                total[key] += event.duration_ns / 1e9
-                calls[key] += 1
-    return {key: (seconds, calls[key]) for key, seconds in total.items()}
+                kernel = _kernel(event.name, dict(event.stats))
+                yield Event(kernel, event.start_ns / 1e9, event.duration_ns / 1e9)
 
 
 def _kernel(name: str, stats: Mapping[str, object]) -> Kernel:
@@ -133,9 +139,45 @@ def _kernel(name: str, stats: Mapping[str, object]) -> Kernel:
     return Kernel(program, name, re.sub(r"\W", "_", instruction))
 
 
-def by_stage(kernels: Spent, scopes: Mapping[str, Mapping[str, str]]) -> dict[str, float]:
-    """Seconds by stage; scopes by program."""
+Scopes = Mapping[str, Mapping[str, str]]
+"""What `scopes_of` says, by program."""
+
+
+def by_stage(events: Iterable[Event], scopes: Scopes) -> dict[str, float]:
+    """Seconds by stage."""
     stages: dict[str, float] = defaultdict(float)
-    for kernel, (seconds, _) in kernels.items():
-        stages[stage_of(kernel, scopes.get(kernel.program, {}))] += seconds
+    for event in events:
+        stages[stage_of(event.kernel, scopes.get(event.kernel.program, {}))] += event.seconds
     return dict(stages)
+
+
+Interval = tuple[str, float, float]
+"""Stage, begin and length in microseconds."""
+
+NEAR = 3.0
+"""Microseconds between kernels of one stage that are drawn as one."""
+
+
+def timeline(events: Sequence[Event], scopes: Scopes, runs: int = 2) -> list[Interval]:
+    """What some successive runs of the program with the most GPU time did when, from the middle.
+
+    A run begins with the kernel that the program's first run began with.
+    """
+    spent: dict[str, float] = defaultdict(float)
+    for event in events:
+        spent[event.kernel.program] += event.seconds
+    program = max(spent, key=spent.__getitem__, default="")
+    mine = [event for event in events if event.kernel.program == program]
+    starts = [event.begin for event in mine if event.kernel == mine[0].kernel]
+    if len(starts) <= runs:
+        return []
+    first = (len(starts) - runs) // 2
+    begin, end = starts[first], starts[first + runs]
+    found: list[Interval] = []
+    for event in (event for event in events if begin <= event.begin < end):
+        stage = stage_of(event.kernel, scopes.get(event.kernel.program, {}))
+        at, length = 1e6 * (event.begin - begin), 1e6 * event.seconds
+        if found and found[-1][0] == stage and at - sum(found[-1][1:]) < NEAR:
+            at, length = found[-1][1], at + length - found.pop()[1]
+        found.append((stage, round(at, 1), round(length, 1)))
+    return found

@@ -27,7 +27,7 @@ from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
 from bench.shard_weights import abstract_weights, random_like
 from bench.simulator import Simulator
-from bench.stages import Kernel, by_stage
+from bench.stages import Event, Kernel, by_stage, timeline
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import H200, Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
@@ -186,13 +186,32 @@ def test_shares_of_floors():
 
 def test_stages_of_kernels():
     scopes = {"group_3": {"gemm_1": "jit(group_3)/experts/dot", "cublas_2": "a/verify/dot"}}
-    spent = {
-        Kernel("group_3", "gemm_1", ""): (1.0, 1),
-        Kernel("end", "gemm_1", ""): (2.0, 1),  # another program's
-        Kernel("group_3", "nvjet", "cublas_2"): (4.0, 1),
-        Kernel("", "retrieve__1", ""): (8.0, 2),
-    }
-    assert by_stage(spent, scopes) == {"experts": 1.0, "other": 2.0, "head": 4.0, "retrieve": 8.0}
+    events = [
+        Event(Kernel("group_3", "gemm_1", ""), 0.0, 1.0),
+        Event(Kernel("end", "gemm_1", ""), 1.0, 2.0),  # another program's
+        Event(Kernel("group_3", "nvjet", "cublas_2"), 3.0, 4.0),
+        Event(Kernel("", "retrieve__1", ""), 7.0, 3.0),
+        Event(Kernel("", "retrieve__1", ""), 10.0, 5.0),
+    ]
+    assert by_stage(events, scopes) == {"experts": 1.0, "other": 2.0, "head": 4.0, "retrieve": 8.0}
+
+
+def test_a_timeline_has_whole_runs():
+    """Of a run: two kernels of one stage side by side, a gap, one of another; then other work."""
+    scopes = {"group_3": {"a": "experts/dot", "b": "experts/dot", "c": "verify/dot"}}
+    kernel = lambda name: Kernel("group_3", name, "")
+    of_run = [("a", 0, 10), ("b", 11, 20), ("c", 50, 5)]
+    events = [
+        Event(kernel(name), 1e-6 * (100 * run + begin), 1e-6 * length)
+        for run in range(4)
+        for name, begin, length in of_run
+    ]
+    events.insert(4, Event(Kernel("end", "x", ""), 80e-6, 1e-6))
+    run = [("experts", 0.0, 31.0), ("head", 50.0, 5.0)]
+    later = [(stage, 100 + begin, length) for stage, begin, length in run]
+    assert timeline(sorted(events, key=lambda event: event.begin), scopes) == run + later
+    assert timeline(events[:3], scopes) == []
+    assert timeline([], {}) == []
 
 
 def test_the_most_within_a_bound():
@@ -229,11 +248,13 @@ def test_pictures_of_a_result(tmp_path):
         "floor_ratio": 2.0,
     }
     path = tmp_path / "result.json"
+    bars = [("experts", 0.0, 9.0), ("plan", 10.0, 1.0)]
     cells = {"fixed": cell, "adaptive_dflash2": cell | {"stages_ms": {}, "reached": {}}}
+    cells["fixed"]["timeline_us"] = bars
     path.write_text(json.dumps({"sweep": SWEEP, "cells": cells}))
     decode_gpu(path)
     assert {file.name for file in tmp_path.glob("*.png")} == {
-        f"result_{name}.png" for name in ("sweep", "stages", "floor")
+        f"result_{name}.png" for name in ("sweep", "stages", "floor", "timeline")
     }
 
 
