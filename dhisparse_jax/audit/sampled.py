@@ -32,8 +32,8 @@ MOST_OFF = 1e-5
 """That an enumerated probability may differ from the model's: float32 sums of a vocabulary."""
 
 LEAST_CHANCE = 1e-12
-"""Of a count so far off that the rule is held to be wrong, by chi-square: of cells with as few counts
-as LEAST_EXPECTED the true one is up to 1e-7, and every place of every request is looked at."""
+"""Of a count so far off that the rule is held to be wrong, by chi-square: in cells of no more than
+LEAST_EXPECTED counts it is really up to 1e-7, and every place of every request is looked at."""
 
 COLUMNS = 256
 """Tokens that are enumerated: as many of the best of p and of q; of larger vocabularies the others
