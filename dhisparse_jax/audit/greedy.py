@@ -119,6 +119,8 @@ def compare_tokens(
         )
     for step in sorted(steps):
         level.add(steps[step])
+    if not drafted.acceptance.blocks:
+        level.untried = "no block was verified: texts end before; ask for more new tokens"
     accepted = sum(drafted.acceptance.accepted)
     level.counts["blocks verified"] += drafted.acceptance.blocks
     level.counts["proposals accepted"] += accepted

@@ -31,8 +31,9 @@ Bounds = tuple[Float[Array, " n"], Float[Array, " n"]]
 MOST_OFF = 1e-5
 """That an enumerated probability may differ from the model's: float32 sums of a vocabulary."""
 
-LEAST_CHANCE = 1e-7
-"""Of a count so far off that the rule is held to be wrong."""
+LEAST_CHANCE = 1e-12
+"""Of a count so far off that the rule is held to be wrong, by chi-square: in cells of no more than
+LEAST_EXPECTED counts it is really up to 1e-7, and every place of every request is looked at."""
 
 COLUMNS = 256
 """Tokens that are enumerated: as many of the best of p and of q; of larger vocabularies the others
@@ -126,17 +127,18 @@ def _enumerated(context: Context, proposal: Proposal, level: Level) -> Iterator[
             continue
         columns = _columns(p, q)
         p, q = (_normal(all_of[columns]) for all_of in (p, q))
-        found = np.asarray(emitted(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)))
-        off = np.abs(found - p)
+        both = np.asarray(emitted(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)))
         level.counts["positions enumerated"] += 1
         level.counts["candidates enumerated"] += len(columns)
-        level.figures["largest error of a probability"] = max(
-            level.figures.get("largest error of a probability", 0.0), float(off.max())
-        )
-        if not off.max() <= MOST_OFF:
-            at = int(off.argmax())
-            detail = f"token {columns[at]} comes with {found[at]:.6g} instead of {p[at]:.6g}"
-            yield Difference("the rule of acceptance is biased", **where, detail=detail)
+        for found, whole in zip(both, ("", " after a block that stood whole"), strict=True):
+            off = np.abs(found - p)
+            level.figures["largest error of a probability"] = max(
+                level.figures.get("largest error of a probability", 0.0), float(off.max())
+            )
+            if not off.max() <= MOST_OFF:
+                at = int(off.argmax())
+                detail = f"token {columns[at]} comes with {found[at]:.6g} instead of {p[at]:.6g}"
+                yield Difference("the rule of acceptance is biased", **where, detail=detail + whole)
 
 
 def _columns(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Int[np.ndarray, " n"]:
@@ -149,10 +151,13 @@ def _columns(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Int[np.n
     return wanted[np.sort(first)][: 2 * COLUMNS]
 
 
-def _emitted(p: Float[Array, " n"], q: Float[Array, " n"]) -> Float[Array, " n"]:
-    """The distribution of the token that a block of one proposal emits, by the rule itself."""
+def _emitted(p: Float[Array, " n"], q: Float[Array, " n"]) -> Float[Array, "2 n"]:
+    """The distributions of what a block of one proposal emits, by the rule itself.
+
+    First of its first token, then of the one that follows where the proposal stands.
+    """
     tokens = jnp.arange(p.shape[0], dtype=jnp.int32)
-    target = jnp.stack([p, p])  # of the second row nothing is used: one token is emitted
+    target = jnp.stack([p, p])
     live = jnp.int32(2)
 
     def block(token: Int[Array, ""]) -> Proposal:
@@ -176,7 +181,8 @@ def _emitted(p: Float[Array, " n"], q: Float[Array, " n"]) -> Float[Array, " n"]
     (chance, _), _ = lax.scan(halve, ends, None, length=BISECTIONS)
     rest = rules.remainder(target, block(tokens[0]), live, jnp.int32(0))
     fallen = (q * (1.0 - chance)).sum()
-    return q * chance + fallen * rest / rest.sum()
+    after = rules.remainder(target, block(tokens[0]), live, jnp.int32(1))
+    return jnp.stack([q * chance + fallen * rest / rest.sum(), after / after.sum()])
 
 
 def _counted(context: Context, emitted: rules.Emitted, level: Level) -> Iterator[Difference]:
@@ -207,10 +213,9 @@ def _chi_square(tokens: Int[np.ndarray, " n"], p: Float[np.ndarray, " V"]) -> tu
     expected = len(tokens) * p
     observed = np.bincount(tokens, minlength=len(expected))[: len(expected)]
     rare = expected < LEAST_EXPECTED
-    cells = np.append(expected[~rare], expected[rare].sum())
-    seen = np.append(observed[~rare], observed[rare].sum())
-    if cells.min() <= 0.0:
-        return 0.0, 0
+    cells, seen = expected[~rare], observed[~rare]
+    if rare.any():
+        cells, seen = np.append(cells, expected[rare].sum()), np.append(seen, observed[rare].sum())
     return float(((seen - cells) ** 2 / np.maximum(cells, 1.0)).sum()), len(cells)
 
 

@@ -69,7 +69,8 @@ def parts(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "devices", machine.devices()
     yield "gpu_memory_bytes", machine.gpu_memory_bytes()
     yield "host", machine.host()
-    yield "compilation_cache", os.environ.get(machine.CACHE_VARIABLE)
+    yield "compilation_cache", os.environ.get(machine.CACHE_VARIABLE) or None
+    yield "compilation_cache_error", machine.unwritable(known["compilation_cache"])
     measurable = known["backend"] in ("cpu", "gpu")
     yield "kernels", kernels() if measurable else []
     yield "rates", rates() if measurable else None

@@ -18,8 +18,8 @@ from dhisparse_jax.hierarchy import state as states
 from dhisparse_jax.hierarchy.state import HierarchyState
 
 BY_POOL = frozenset(
-    ("budget", "miss_rate", "ghost", "looked", "refetched", "tried", "saved", "selection")
-) | frozenset(states.PlanCounts._fields)
+    ("budget", "hot_records", "miss_rate", "ghost", "looked", "refetched", "tried", "saved")
+).union(states.PlanCounts._fields, ("selection",))
 """The leaves whose first axis is pools, and whose second one is requests."""
 
 
@@ -71,17 +71,17 @@ def abstract(
     Args:
         cfg: sizes of the hierarchy, of one device if there are several.
         mesh: devices; None: the first one.
-        axis: name of the mesh axis that requests are split over.
-
-    Raises:
-        UserError: one of mesh and axis without the other, the mesh has no such axis, or cfg is no
-            configuration.
+        axis: name of the mesh axis that requests are split over; given with a mesh.
 
     Returns:
         The state with a `jax.ShapeDtypeStruct` in place of each array.
+
+    Raises:
+        UserError: one of mesh and axis is given without the other, the mesh has no such axis, or
+            `cfg` is something else.
     """
     check_config(cfg)
-    mesh, axis = _spread(mesh, axis) or (_one_device(), "all")
+    mesh, axis = _split(mesh, axis) or (_one_device(), "all")
     host = states.host_sharding(mesh.devices.flat[0]).memory_kind
 
     def placed(
@@ -99,12 +99,13 @@ def abstract(
 def init(
     cfg: HierarchyConfig, mesh: Mesh | None = None, axis: Axis | None = None
 ) -> HierarchyState:
-    """An empty hierarchy: no request, no record. Arguments as in `abstract`.
+    """An empty hierarchy: no request, no record. Arguments and errors as in `abstract`.
 
     Over a mesh, every device has `cfg.requests` rows; `partition_specs` has an example.
     """
     check_config(cfg)
-    if _spread(mesh, axis) is None:
+    split = _split(mesh, axis)
+    if split is None:
         return states.init(cfg)
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -117,15 +118,7 @@ def init(
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
-    return jax.tree_util.tree_map_with_path(allocate, abstract(cfg, mesh, axis))
-
-
-def whole_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
-    """Shape of an array whose parts have `shape`: 2 devices with 3 rows each have 6 rows."""
-    axes = [(part,) if isinstance(part, str) else part or () for part in spec]
-    axes += [()] * (len(shape) - len(axes))
-    sizes = zip(shape, axes, strict=True)
-    return tuple(size * math.prod(mesh.shape[axis] for axis in over) for size, over in sizes)
+    return jax.tree_util.tree_map_with_path(allocate, abstract(cfg, *split))
 
 
 def check_config(cfg: object) -> None:
@@ -134,16 +127,29 @@ def check_config(cfg: object) -> None:
         raise UserError(f"cfg is a {type(cfg).__name__}; it must be a HierarchyConfig")
 
 
-def _spread(mesh: Mesh | None, axis: Axis | None) -> tuple[Mesh, Axis] | None:
-    """The mesh and its axis, or None for one device. Raises as `abstract`."""
+def _split(mesh: Mesh | None, axis: Axis | None) -> tuple[Mesh, Axis] | None:
+    """Devices, and the axis that requests are split over; None for one device."""
     if mesh is None and axis is None:
         return None
-    if mesh is None or axis is None:
-        raise UserError("a mesh and the name of its axis go together; give both, or none")
+    if mesh is None:
+        raise UserError(f"there is an axis, {axis!r}, but no mesh: give both or neither")
+    if axis is None:
+        raise UserError(
+            f"there is a mesh of {mesh.size} devices, but no axis that requests are split over: "
+            f"give one of {', '.join(map(repr, mesh.axis_names))}, or no mesh"
+        )
     for name in (axis,) if isinstance(axis, str) else axis:
         if name not in mesh.axis_names:
             raise UserError(f"the mesh has no axis {name!r}; its axes are {mesh.axis_names}")
     return mesh, axis
+
+
+def whole_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
+    """Shape of an array whose parts have `shape`: 2 devices with 3 rows each have 6 rows."""
+    axes = [(part,) if isinstance(part, str) else part or () for part in spec]
+    axes += [()] * (len(shape) - len(axes))
+    sizes = zip(shape, axes, strict=True)
+    return tuple(size * math.prod(mesh.shape[axis] for axis in over) for size, over in sizes)
 
 
 def _one_device() -> Mesh:

@@ -162,8 +162,8 @@ def test_a_row_that_is_not_there(request_, message):
 def test_a_mesh_has_an_axis():
     mesh = jax.make_mesh((1,), ("data",))
     for given, message in (
-        ((mesh,), "a mesh and the name of its axis go together"),
-        ((None, "data"), "a mesh and the name of its axis go together"),
+        ((mesh,), "a mesh of 1 devices, but no axis"),
+        ((None, "data"), "an axis, 'data', but no mesh"),
         ((mesh, "rows"), r"the mesh has no axis 'rows'; its axes are \('data',\)"),
     ):
         for make in (plugin.init, plugin.abstract):
