@@ -49,7 +49,8 @@ def subjects():
     texts = written_texts(plain, REQUESTS, CHECK)
     draft = rehearsed(model()[0].vocabulary, [text.tokens for text in texts], 3)
     audited = Subject(drafted("fixed", 4, draft))
-    return Subjects(plain, audited, Subject(engine("resident", 1, queries=4))), texts
+    like = Subject(engine("resident", 1, queries=4))
+    return Subjects(plain, audited, like, audited.engine), texts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -316,7 +317,8 @@ def test_another_greedy_token_is_named(monkeypatch):
     monkeypatch.setattr(served.compiled, "step", faulty)
     level = Level("E2")
     written = write(served, REQUESTS)
-    compare_tokens(REQUESTS, [text.tokens[text.prompt :] for text in texts], written, level)
+    new = [text.tokens[text.prompt :] for text in texts]
+    compare_tokens(REQUESTS, new, written, level, "without a draft")
     assert level.first.request == NAMES[1]
     assert level.first.step == STEP + 1
     new = texts[1].tokens[texts[1].prompt :]
