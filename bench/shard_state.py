@@ -171,7 +171,7 @@ def _held(cfg: HierarchyConfig, pool: int, history: int, first: int) -> _Held:
     slot_of = np.full((rows, cfg.records(pool)), NO_SLOT, np.int32)
     slot_of[:, end - count : end] = begin + place[:count]
     pages = np.full((rows, cfg.max_pages(pool)), NO_SLOT, np.int32)
-    shared = min(cfg.share_pages(pool), cfg.max_pages(pool))
+    shared = cfg.share_pages(pool)
     pages[:, :shared] = begin // cfg.page_slots + np.arange(shared, dtype=np.int32)
     mark = np.where(record >= 0, 1 - (end - record), 0).astype(np.int32)
     return _Held(record, mark, slot_of, pages)

@@ -139,19 +139,22 @@ class HierarchyConfig:
 
     @functools.cached_property
     def page_slots(self) -> int:
-        """Slots per page: a power of two that divides all budgets, so that no slot is lost."""
-        budgets = [self.hot_slots(pool) for pool in range(self.pools)]
-        return min(MAX_PAGE_SLOTS, *(slots & -slots for slots in budgets))
+        """Slots per page: a power of two that divides the budget, so that no slot is lost."""
+        if all(self._keeps_all(pool) for pool in range(self.pools)):
+            return MAX_PAGE_SLOTS
+        return min(MAX_PAGE_SLOTS, self.hot_rows & -self.hot_rows)
+
+    def _keeps_all(self, pool: int) -> bool:
+        """Whether a pool has a slot for every record."""
+        return self.policy is Policy.RESIDENT or self.hot_rows >= self.records(pool)
 
     def hot_slots(self, pool: int) -> int:
         """Hot slots per request in a pool, on average: `hot_rows`, or all records if that is less.
 
-        `resident` always has a slot for every record, rounded up to whole pages.
+        `resident` always has a slot for every record. Those are rounded up to whole pages.
         """
-        records = self.records(pool)
-        if self.policy is Policy.RESIDENT or self.hot_rows >= records:
-            return -(-records // MAX_PAGE_SLOTS) * MAX_PAGE_SLOTS
-        return self.hot_rows
+        whole = self.max_pages(pool) * self.page_slots
+        return whole if self._keeps_all(pool) else self.hot_rows
 
     def share_pages(self, pool: int) -> int:
         """Pages per request in a pool, on average: what `fixed` and `resident` always hold."""

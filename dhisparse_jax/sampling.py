@@ -102,12 +102,28 @@ def position_keys(
 ) -> Key[Array, " R"]:
     """A key for every row's draw at a position.
 
-    A position may be proposed and verified in several steps, but only one of them decides its
-    token, so a purpose needs one key per position.
+    A position may be verified in several steps, but only one of them decides its token, so a
+    purpose needs one key per position. Proposals have `proposal_keys`.
     """
     # Positions are below 2**31, so the root of another purpose is the key of no position.
     root = lambda key: jax.random.fold_in(key, jnp.uint32(2**32 - purpose)) if purpose else key
     return jax.vmap(lambda key, at: jax.random.fold_in(root(key), at))(sampler.key, position)
+
+
+def proposal_keys(sampler: Sampler, length: Int[Array, " R"], number: int) -> Key[Array, " R"]:
+    """A key for every row's draw of a proposal.
+
+    A position is proposed in several steps, and drawn anew in each: how many proposals a step
+    verifies may follow from what earlier steps proposed (`speculation.schedule`), and so must say
+    nothing about its own.
+
+    Args:
+        sampler: how each row chooses.
+        length: int32 committed positions, one number in each step.
+        number: of the proposal in its block, from 0.
+    """
+    keys = position_keys(sampler, length, Purpose.PROPOSE)
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
 
 def target_logits(logits: Float[Array, "R V"], sampler: Sampler) -> Float[Array, "R V"]:

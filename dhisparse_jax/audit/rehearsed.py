@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.sampling import Purpose, Sampler, draw, position_keys
+from dhisparse_jax.sampling import Sampler, draw, proposal_keys
 from dhisparse_jax.speculation.protocol import Draft, Proposal
 
 OFFSETS, CHANCES = (0, 1, 2), (0.7, 0.2, 0.1)
@@ -58,9 +58,7 @@ class Rehearsed:
         sampled = sampler.temperature[:, None, None] > 0.0
         q = jnp.where(sampled, jnp.asarray(CHANCES)[None, None], greedy[None, None])
         q = jnp.broadcast_to(q, candidates.shape)
-        keys = jax.vmap(
-            lambda at: position_keys(sampler, at, Purpose.PROPOSE), in_axes=1, out_axes=1
-        )(position)
+        keys = jnp.stack([proposal_keys(sampler, length, n) for n in range(self.length)], axis=1)
         pick = jax.vmap(draw, in_axes=1, out_axes=1)(jnp.log(q), keys)
         return Proposal(
             tokens=jnp.take_along_axis(candidates, pick[..., None], axis=2)[..., 0],

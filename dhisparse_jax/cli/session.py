@@ -179,13 +179,17 @@ def config_for(
     """
     from dhisparse_jax.config import HierarchyConfig, Policy, usual_tail
     from dhisparse_jax.engine.memory import default_hot_rows
+    from pallas_kernels.index_scores.mosaic import KEYS_UNIT
 
     geometry, shape = loaded.model.geometry, MeshShape.of(loaded.mesh)
     rows = min(-(-requests // shape.devices), MOST_AT_ONCE)
     rows = rows if options.batch is None else shape.rows(options.batch)
     # A selection is never larger than the room for history.
-    selected = geometry.top_k * max(geometry.rates, default=1)
-    capacity = min(max(positions + queries - 1, selected), loaded.context)
+    rate = max(geometry.rates, default=1)
+    longest = max(positions + queries - 1, geometry.top_k * rate)
+    # Whole units of keys: a kernel takes a table of any other length as a copy, in every step.
+    unit = KEYS_UNIT * rate
+    capacity = min(-(-longest // unit) * unit, loaded.context)
     config = HierarchyConfig(
         geometry=geometry,
         policy=Policy(options.policy.value),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import psutil
 
-from dhisparse_jax.config import HierarchyConfig, Policy
+from dhisparse_jax.config import MAX_PAGE_SLOTS, HierarchyConfig, Policy
 from dhisparse_jax.engine.compiled import Compiled
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import Geometry
@@ -135,8 +135,8 @@ def pinned_limit_bytes() -> int:
 def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
     """Hot slots per request when the user names none.
 
-    On an accelerator, what half of the free device memory holds, but not more than the history;
-    on a CPU, where both tiers are one memory, 4 K.
+    On an accelerator, what half of the free device memory holds, in whole pages of the largest size
+    if that is one, but not more than the history; on a CPU, where both tiers are one memory, 4 K.
     """
     if jax.default_backend() == "cpu":
         return min(capacity, CPU_HOT_ROWS_PER_K * geometry.top_k)
@@ -149,7 +149,8 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
         host_page=geometry.whole,  # any that is possible
     )
     per_row = requests * sum(4 * probe.record_words(pool) for pool in range(probe.pools))
-    return max(1, min(capacity, int(HOT_SHARE * free_device_bytes()) // per_row))
+    rows = int(HOT_SHARE * free_device_bytes()) // per_row
+    return max(1, min(capacity, rows - rows % MAX_PAGE_SLOTS or rows))
 
 
 def _smaller_device(cfg: HierarchyConfig, needed: Sizes, batch: int) -> str:

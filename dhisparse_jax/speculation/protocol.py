@@ -85,7 +85,7 @@ class Drafter(Protocol):
             anchor: int32 last emitted token, at position `length`.
             length: int32 committed positions.
             sampler: how each request chooses. A row of temperature 0 proposes its best guess. Draws
-                take their keys from `sampling.position_keys` with purpose PROPOSE.
+                take their keys from `sampling.proposal_keys`.
         """
         ...
 

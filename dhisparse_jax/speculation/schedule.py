@@ -10,7 +10,9 @@ ways to know survivals without that, all exact for sampling (greedy decoding is 
 early-stop  confidences of this step, which depend on the tokens before each proposal only; admit in
             order of survival and stop at the first that does not pay (DSpark, algorithm 1).
 stale       how many to admit follows from the confidences of two steps before, which proposals from
-            those of this step (DSpark, section 5.2). Allows a cost with steps and dips.
+            those of this step (DSpark, section 5.2). Allows a cost with steps and dips. Exact since
+            a step draws its proposals anew (`sampling.proposal_keys`): those of two steps before,
+            for the same positions, say nothing about them.
 history     how often the target followed the draft in the steps before: for any drafter.
 
 All queries share one retrieval, and a record that several select crosses the link once: T queries

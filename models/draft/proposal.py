@@ -16,7 +16,7 @@ from dhisparse_jax.models.draft.backbone import DraftModel
 from dhisparse_jax.models.draft.config import DraftConfig
 from dhisparse_jax.models.draft.dflash2 import bound_logits, take_candidates
 from dhisparse_jax.models.draft.dspark import ConfidenceHead, MarkovHead
-from dhisparse_jax.sampling import Purpose, Sampler, draw, position_keys
+from dhisparse_jax.sampling import Sampler, draw, proposal_keys
 from dhisparse_jax.speculation.protocol import Proposal
 
 Pick = Callable[[Float[Array, "R M"], int], tuple[Int[Array, " R"], Float[Array, "R M"]]]
@@ -42,7 +42,7 @@ def picker(sampler: Sampler, length: Int[Array, " R"]) -> Pick:
         def drawn() -> tuple[jax.Array, jax.Array]:
             heat = jnp.where(sampled, sampler.temperature, 1.0)
             scaled = scores / heat[:, None]
-            token = draw(scaled, position_keys(sampler, length + 1 + number, Purpose.PROPOSE))
+            token = draw(scaled, proposal_keys(sampler, length, number))
             q = jax.nn.softmax(scaled, axis=-1)
             return jnp.where(sampled, token, best), jnp.where(sampled[:, None], q, certain)
 

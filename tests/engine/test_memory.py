@@ -155,6 +155,8 @@ def test_default_hot_rows(monkeypatch):
     # Half of it holds 10 rows: 3 requests, 2 pools, 128 bytes.
     monkeypatch.setattr(memory, "free_device_bytes", lambda: 2 * 10 * 3 * 2 * 128)
     assert default_hot_rows(geometry, requests=3, capacity=96) == 10
+    monkeypatch.setattr(memory, "free_device_bytes", lambda: 2 * 45 * 3 * 2 * 128)
+    assert default_hot_rows(geometry, requests=3, capacity=96) == 32  # whole pages
     monkeypatch.setattr(memory, "free_device_bytes", lambda: 0)
     assert default_hot_rows(geometry, requests=3, capacity=96) == 1
     monkeypatch.setattr(memory, "free_device_bytes", lambda: 2**40)

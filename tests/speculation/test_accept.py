@@ -16,12 +16,11 @@ import pytest
 from scipy import stats
 
 from dhisparse_jax.sampling import (
-    Purpose,
     Sampling,
     choose,
     draw,
     greedy,
-    position_keys,
+    proposal_keys,
     sampler_row,
     target_logits,
 )
@@ -218,7 +217,7 @@ def emitted_tokens(kind, sampling, live=N + 1):
     def go(rows, length):
         place = []
         for i in range(N):
-            keys = position_keys(rows, length + 1 + i, Purpose.PROPOSE)
+            keys = proposal_keys(rows, length, i)
             logits = jnp.tile(jnp.asarray(scores[i])[None], (DRAWS, 1))
             place.append(jnp.asarray(candidates[i], jnp.int32)[draw(logits, keys)])
         q = jax.nn.softmax(jnp.asarray(scores), axis=-1)

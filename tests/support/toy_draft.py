@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dhisparse_jax.sampling import Purpose, draw, position_keys
+from dhisparse_jax.sampling import draw, proposal_keys
 from dhisparse_jax.speculation.protocol import Draft, Proposal
 from dhisparse_jax.speculation.ring import init_ring, reset_row, ring_capacity, visible, write
 from dhisparse_jax.speculation.schedule import Profile
@@ -52,7 +52,7 @@ class ToyDrafter:
             scores = jnp.asarray(SCORES, jnp.float32)[None] / heat
             scores = jnp.where(sampled | (offsets == 0)[None], scores, -jnp.inf)
             q = jnp.exp(scores) / jnp.exp(scores).sum(axis=1, keepdims=True)
-            keys = position_keys(sampler, position + 1, Purpose.PROPOSE)
+            keys = proposal_keys(sampler, length, i)
             pick = draw(jnp.log(q), keys)
             token = jnp.take_along_axis(candidates, pick[:, None], axis=1)[:, 0]
             places.append((token, candidates, q, jnp.where(wrong, 0.1, 0.9)))
