@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from bench.shard_products import along_last, wide_product
+from bench.shard_products import wide_product
 from bench.shard_weights import Moe, mixed
 from dhisparse_jax.configs.glm import GlmConfig
+from dhisparse_jax.models.glm.norms import along_last
 
 SPREAD = 5.5
 """Standard deviations above its mean load for which an expert has room."""

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, Int
 
 from bench.shard_experts import route, run_experts, uniform_picks
 from bench.shard_products import (
-    along_last,
     gated,
     per_head,
     rms_norm,
@@ -39,7 +38,7 @@ from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.model import AttendFn, Beside, Opened, OpenFn, Ran
 from dhisparse_jax.models.glm.decode import geometry_of
-from dhisparse_jax.models.glm.norms import normalised
+from dhisparse_jax.models.glm.norms import along_last, normalised
 from dhisparse_jax.models.glm.rope import rotate, rotate_first
 from dhisparse_jax.models.history import in_basis
 

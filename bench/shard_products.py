@@ -7,16 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from bench.shard_weights import Matrix, Mlp
-from dhisparse_jax.models.glm.norms import normalised
+from dhisparse_jax.models.glm.norms import along_last, normalised
 from dhisparse_jax.models.share import scaled_product
 
 Times = Callable[[Float[Array, "*n in"], Matrix], Float[Array, "*n out"]]
 """Rows times a matrix, or blocks of rows times one each."""
-
-
-def along_last(vector: Float[Array, " w"], ndim: int) -> Float[Array, "..."]:
-    """A vector that goes with the last of `ndim` axes."""
-    return vector.reshape((1,) * (ndim - 1) + (-1,))
 
 
 def rms_norm(x: Float[Array, "*n w"], weight: Float[Array, " w"], eps: float) -> Array:

@@ -9,7 +9,6 @@ import math
 import os
 import time
 from collections.abc import Generator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bench.shard_cells import Cell, abstract_operands
 from bench.shard_segments import lowered, segments
 from bench.shard_setup import Setup
-from dhisparse_jax.engine.output import packed_steps
 from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES
 from dhisparse_jax.step import Speculation
 from pallas_kernels.common.interpret import ahead_of_time
@@ -86,17 +84,6 @@ def _not_kept() -> Generator[None, None, None]:
         yield
     finally:
         jax.config.update(name, before)
-
-
-def compile_whole_step(setup: Setup, cell: Cell, topology: str) -> TpuProgram:
-    """Compile a decode step as one program, as an engine dispatches it."""
-    with ahead_of_time(TOPOLOGIES[topology]):
-        cfg = setup.config(cell)
-        params, *others = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
-    weights, form = jax.tree.flatten(params)
-    step = partial(packed_steps, 1, setup.model, Speculation(setup.drafter), cfg, form)
-    program = jax.jit(step, donate_argnums=(3, 4))
-    return compile_for_tpu(program, (weights, *others), topology)
 
 
 def compile_operands(setup: Setup, cell: Cell, topology: str) -> TpuProgram:

@@ -183,7 +183,7 @@ def attend_prompt(
             words, place = placed_words(words, first_word, cfg.record_layout)
             records = _written(cfg, pool, prompt, records, words, opened.start, place)
     with jax.named_scope("attend"):
-        attended = attend_slots(cfg.geometry, layer, query, records, opened.selection)
+        attended = attend_slots(cfg.geometry, pool, layer, query, records, opened.selection)
     prompt = dataclasses.replace(prompt, records=records)
     return attended, dataclasses.replace(opened, prompt=prompt)
 

@@ -16,13 +16,16 @@ from jaxtyping import Array, Float, Int, Key
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.pytree import state as pytree
 
+LEAST_TEMPERATURE = 1e-30
+"""Logits divided by less than that may be more than float32 has."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How one request chooses.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; else at least `LEAST_TEMPERATURE`.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: then keep the smallest set of most likely tokens whose probability reaches top_p.
         seed: of the request's random draws.
@@ -37,6 +40,11 @@ class Sampling:
         """Refuse values without a meaning."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
             raise UserError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"temperature is {self.temperature}; it must be 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE}, below which logits overflow"
+            )
         if self.top_k < 0:
             raise UserError(f"top-k is {self.top_k}; it must be 0 (off) or more")
         if not 0.0 < self.top_p <= 1.0:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.models.deepseek_v4.moe import V4Moe
 from dhisparse_jax.models.experts import Routing
+from dhisparse_jax.models.glm.norms import along_last
 from dhisparse_jax.models.stored_experts import StoredExperts, StoredMatrices
 
 Named = Mapping[str, Mapping[str, Any]]
@@ -45,7 +46,7 @@ def scaled_product(
     """`x` times a matrix with a scale per output channel; sums in float32, in the dtype of `x`."""
     numbers = numbers.astype(x.dtype)
     sums = jnp.einsum("...k,nk->...n", x, numbers, preferred_element_type=jnp.float32)
-    return (sums * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    return (sums * along_last(scale, x.ndim)).astype(x.dtype)
 
 
 class StoredLinear(nnx.Module):

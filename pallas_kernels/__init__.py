@@ -7,6 +7,9 @@ retrieve          host records to device slots, each once, exact bytes
 backup            device slots to host records, in place
 sparse_attention  attention of T queries over selected slots
 retrieve_attend   retrieve and sparse_attention in one launch, for one query per request
+sinkhorn          mixing matrices of residual streams, made doubly stochastic
+packed_products   products of few rows with matrices of packed 4-bit numbers
+common            what kernels share: backends, memory spaces, layouts, ids, number formats
 
 Knows arrays only: no configuration, no model, no state pytree.
 """

@@ -1,7 +1,10 @@
 """Rules about the source text that no linter states: who imports what, and how long things are."""
 
 import ast
+import re
 import tomllib
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,26 @@ def test_functions_are_short(path: Path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
+
+
+LISTING = r"(?m)^ *([a-z0-9_*]+)(?:\.py|/)? {2,}\S"
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["audit", "cli", "engine", "hierarchy", "plugin", "speculation", "pallas_kernels", "bench"],
+)
+def test_a_package_that_lists_its_modules_lists_all(package: str):
+    folder = Path(package) if (ROOT / package).is_dir() else Path("dhisparse_jax", package)
+    text = ast.get_docstring(parse(folder / "__init__.py"))
+    assert text is not None
+    listed = re.findall(LISTING, text)
+    modules = {
+        path.relative_to(folder).parts[0].removesuffix(".py")
+        for path in ALL
+        if path.is_relative_to(folder)
+    } - {"__init__"}
+    assert {name for name in modules if not any(map(partial(fnmatch, name), listed))} == set()
 
 
 def test_every_package_is_installed():

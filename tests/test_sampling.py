@@ -10,6 +10,7 @@ from scipy import stats
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.sampling import (
+    LEAST_TEMPERATURE,
     Sampling,
     choose,
     greedy,
@@ -139,6 +140,13 @@ def test_row_of_the_batch_does_not_matter():
     assert len(set(alone)) > 1
 
 
+def test_the_least_temperature_is_greedy_with_ties_drawn():
+    """Far apart, so that with less the quotients would not be finite."""
+    logits = jnp.asarray([[-3e4, 3e4, 1.0, 3e4]], jnp.float32)
+    found = target_logits(logits, sampler(Sampling(temperature=LEAST_TEMPERATURE)))
+    np.testing.assert_allclose(jax.nn.softmax(found), [[0, 0.5, 0, 0.5]], rtol=1e-6)
+
+
 def test_greedy_ties_go_to_the_lowest_token():
     logits = jnp.asarray([[0.0, 3.0, 3.0], [3.0, 3.0, 3.0]])
     position = jnp.zeros(2, jnp.int32)
@@ -154,6 +162,7 @@ def test_greedy_ties_go_to_the_lowest_token():
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e-38}, "temperature is 1e-38; it must be 0 .* or at least 1e-30"),
         ({"top_k": -1}, "top-k is -1"),
         ({"top_p": 0.0}, "top-p is 0.0"),
         ({"top_p": 1.5}, "top-p is 1.5"),

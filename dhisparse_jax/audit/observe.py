@@ -100,7 +100,7 @@ def observed_forward(
     state: HierarchyState,
     tokens: Int[Array, "R T"],
 ) -> tuple[Float[Array, "R T V"], tuple[Seen, ...], HierarchyState]:
-    """`step.forward` of all queries, with what each of its groups did."""
+    """`verify.forward` of all queries, with what each of its groups did."""
     between = _Between(model, cfg)
     logits, _, state = forward(between, cfg, params, state, tokens)
     return logits, tuple(between.seen), state
@@ -146,7 +146,7 @@ class _Between:
         chosen: list[Chosen] = []
 
         def look(opened: Opened) -> None:
-            # What `step.forward` opens; the next selection may take the slots of this one.
+            # What `verify.forward` opens; the next selection may take the slots of this one.
             chosen.append(_chosen(self._cfg, pool, cast("OpenGroup", opened)))
 
         def open_it(index: IndexInputs, opened: Opened | None = None) -> Opened:

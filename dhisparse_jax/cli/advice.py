@@ -18,6 +18,11 @@ CPU_MEANS = (
     "Every command works, with the same tokens, through the exact reference of each operation; "
     "speeds say nothing about a GPU, and the rates above are those of copies within memory."
 )
+TPU_MEANS = (
+    "every operation has a TPU kernel or is plain XLA, but none of it has ever run on a TPU: first "
+    "run what the README names in 'On a TPU'. Nothing was measured here; to run on the CPU, set "
+    "JAX_PLATFORMS=cpu"
+)
 OTHER_MEANS = (
     "this accelerator has no kernel that reads host memory, so the hierarchy cannot run on it: set "
     "JAX_PLATFORMS=cpu to run on the CPU"
@@ -30,7 +35,7 @@ GPU_MEANS = (
 
 def meaning(backend: str) -> str:
     """What it means to run on a backend of JAX."""
-    return {"cpu": CPU_MEANS, "gpu": GPU_MEANS}.get(backend, OTHER_MEANS)
+    return {"cpu": CPU_MEANS, "gpu": GPU_MEANS, "tpu": TPU_MEANS}.get(backend, OTHER_MEANS)
 
 
 def advice(document: Document) -> list[str]:

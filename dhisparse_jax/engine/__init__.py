@@ -1,28 +1,45 @@
 """The host loop around the jitted step: requests in, events out. No arithmetic on tokens here.
 
-request.py   what a caller asks for
-events.py    what the engine reports while it runs
-memory.py    sizes of the state, and whether they fit
-meter.py     seconds of a step and of a fetched byte, for the schedule of verification
-compiled.py  the jitted functions of one engine
-host_pages.py  who has which page of host memory
-prefixes.py  which known text begins as a new one does
-sharing.py   host pages of requests, and what one takes over from a text in them
-watch.py     who is told of what changes the hierarchy
-machine.py   the device half: what can be done to a row
-session.py   a request outside of its row and its host pages
-exchange.py  what leaves a row and comes back: in host pages, or as a session
-job.py       a request on its way through the engine
-ledger.py    what requests hold, and whether another one fits
-roster.py    who is in which row, who waits, who makes room
-flight.py    dispatches between their launch and their landing
-step_times.py  what a step takes, by how many requests take part
-pace.py      how many may run at once, under a bound on the time per token
-engine.py    continuous batching over a fixed number of request rows
-recording.py  what every step selects, in a file, and read back
-store.py     sessions on disk
-replay.py    requests that arrive over time
-forced.py    teacher forcing: logits of given tokens through the same prefill and decode path
+request       what a caller asks for
+events        what the engine reports while it runs
+engine        continuous batching over a fixed number of request rows
+replay        requests that arrive over time
+forced        teacher forcing: logits of given tokens through the same prefill and decode path
+recording     what every step selects, in a file, and read back
+store         sessions on disk
+
+job           a request on its way through the engine
+ledger        who has a row, and whether another request fits
+roster        who is in which row, who waits, who makes room
+pieces        prompts piece by piece, between steps
+pace          how many may run at once, under a bound on the time per token
+step_times    what a step takes, by how many requests take part
+flight        dispatches between their launch and their landing
+
+machine       the device half: what can be done to a row
+cell          what decode steps change on one device
+compiled      the jitted functions of one engine
+output        what decode steps tell the host
+meter         seconds of a step and of a fetched byte, for the schedule of verification
+watch         who is told of what changes the hierarchy
+
+host_pages    who has which page of host memory
+prefixes      which known text begins as a new one does
+sharing       host pages of requests, and what one takes over from a text in them
+session       a request outside of its row and its host pages
+exchange      what leaves a row and comes back: in host pages, or as a session
+
+seat          where a machine is, and what it leaves to those that run several together
+crew          a machine for every device of a mesh, and their weights
+fleet         the machines of a mesh as one
+elsewhere     a machine on a device of another process
+spread        arrays of a mesh, and their parts on single devices
+agree         whether all processes were told the same
+
+memory        sizes of the state, and whether they fit
+rates         what the machine's memories and link can do, measured
+timing        how long a jitted operation takes
+kernels       which implementation every operation gets here, and why
 
 Examples:
     A model of one layer whose residual stream is its token, and whose head is the next one:

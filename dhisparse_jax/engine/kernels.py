@@ -1,4 +1,8 @@
-"""Which implementation every operation of a decode step gets on this machine, and why."""
+"""Which implementation every operation of a decode step gets on this machine, and why.
+
+`packed_products` is none of them: served experts are products of groups of rows without a bound
+(`models.stored_experts`), where that operation has so much room for each matrix.
+"""
 
 from typing import Any
 
@@ -14,7 +18,6 @@ from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.step import finish_step
 from pallas_kernels.common.backends import Decision, decisions
-from pallas_kernels.packed_products.api import packed_products
 from pallas_kernels.sinkhorn.api import sinkhorn
 
 LATENT, ROTATED, HEADS, TOP_K = 512, 64, 64, 2048
@@ -26,7 +29,7 @@ FORMATS = ("float32", "bfloat16", "fp8")
 
 
 def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
-    """The decision about each operation, for models of GLM-5.x's sizes, and V4.1's for others.
+    """The decision about each operation, for models of GLM-5.x's sizes, and V4.1's streams.
 
     One selection group of a step is traced over a small hierarchy; nothing of it runs.
 
@@ -69,22 +72,11 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
 
     with decisions() as found:
         jax.jit(step).trace(init(cfg), index, shape(width), shape(HEADS, width))
-        # Not the function itself: what is traced already decides nothing.
-        jax.jit(lambda *operands: packed_products(*operands)).trace(*_expert_shapes(dtype))
         carry = jax.ShapeDtypeStruct((queries, 4, 4), jnp.float32)
+        # Not the function itself: what is traced already decides nothing.
         jax.jit(lambda logits: sinkhorn(logits, steps=20, epsilon=1e-6)).trace(carry)
     # Where an operation is made of others, these decide once more: what comes first counts.
     return {decision.operation: decision for decision in reversed(found)}
-
-
-def _expert_shapes(dtype: DTypeLike) -> list[Any]:
-    """Rows of a few experts of DeepSeek-V4.1, and their matrices as they are stored, in fp4."""
-    return [
-        jax.ShapeDtypeStruct((8, 16, 5120), dtype),
-        jax.ShapeDtypeStruct((8, 2304, 2560), jnp.uint8),
-        jax.ShapeDtypeStruct((8, 2304, 160), jnp.float8_e8m0fnu),
-        jax.ShapeDtypeStruct((8,), jnp.int32),
-    ]
 
 
 def _geometry(stored: str) -> Geometry:

@@ -1,101 +1,57 @@
-"""What requests take while they have a row, and whether another one fits beside them.
+"""Who has a row, whether another request fits beside them, and what is set aside for the others.
 
-Hot pages count by their floor: what a request holds above it is optional and comes back as soon as
-somebody needs it, so admission never waits for memory that can be reclaimed.
+Index keys, tails and the floor of the hot pages come with a row: there are as many as rows of each.
+What a request holds above its floor is optional and comes back as soon as somebody needs it, so
+admission never waits for memory that can be reclaimed.
 """
 
 import dataclasses
-import operator
 from collections.abc import Iterable
 
 from dhisparse_jax.config import HierarchyConfig
-from dhisparse_jax.engine.memory import free_host_bytes
-from dhisparse_jax.hierarchy import layout
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """Amounts of everything that is handed out with a row.
-
-    Attributes:
-        index_keys: positions of the index keys.
-        hot_pages: pages of all hot pools.
-        tail_slots: slots of the tails of all pools.
-    """
-
-    index_keys: int = 0
-    hot_pages: int = 0
-    tail_slots: int = 0
-
-    @property
-    def amounts(self) -> tuple[int, int, int]:
-        """All of them, in order."""
-        return self.index_keys, self.hot_pages, self.tail_slots
-
-    def __add__(self, other: "Claim") -> "Claim":
-        """Sum, field by field."""
-        return Claim(*map(operator.add, self.amounts, other.amounts))
-
-    def __sub__(self, other: "Claim") -> "Claim":
-        """Difference, field by field."""
-        return Claim(*map(operator.sub, self.amounts, other.amounts))
-
-    def within(self, other: "Claim") -> bool:
-        """Whether no amount exceeds the other's."""
-        return all(map(operator.le, self.amounts, other.amounts))
+from dhisparse_jax.engine.memory import free_memory_bytes
 
 
 @dataclasses.dataclass
 class Ledger:
-    """Claims of the requests in rows, and bytes that are set aside for those without one.
+    """Rows of one device, and bytes that are set aside for requests without one.
 
     Attributes:
-        total: what there is.
-        claim: what a request takes: its row is its own, whatever its length.
+        rows: how many there are.
         parking: host bytes for requests outside of rows and host pages.
-        held: claims by request number.
+        held: numbers of the requests that have a row.
         parked: bytes by number of a request that waits, which it may need at any time.
-        used: sum of the claims.
     """
 
-    total: Claim
-    claim: Claim
+    rows: int
     parking: int
-    held: dict[int, Claim] = dataclasses.field(default_factory=dict)
+    held: set[int] = dataclasses.field(default_factory=set)
     parked: dict[int, int] = dataclasses.field(default_factory=dict)
-    used: Claim = Claim()
 
     @classmethod
     def of(cls, cfg: HierarchyConfig, parking: int | None = None, devices: int = 1) -> "Ledger":
         """An empty ledger of one of some devices that share host memory.
 
-        By default, all that is free of it can be parked in. Nothing can where a history is more
-        than its records: such a request stays in its row.
+        By default, all that is free of it can be parked in, and not only what can be pinned.
+        Nothing can where a history is more than its records: such a request stays in its row.
         """
-        pages = sum(layout.pages(cfg, number) for number in range(len(cfg.hot_pools)))
-        positions = cfg.requests * cfg.capacity
-        total = Claim(positions, pages, cfg.requests * cfg.pools * cfg.tail)
-        floor = sum(cfg.floor_pages(pool) for pool in range(cfg.pools))
-        claim = Claim(cfg.capacity, floor, cfg.pools * cfg.tail)
         if cfg.geometry.kept:
             parking = 0
-        every = free_host_bytes() if parking is None else parking
-        return cls(total, claim, every // devices)
+        every = free_memory_bytes() if parking is None else parking
+        return cls(cfg.requests, every // devices)
 
     @property
     def idle(self) -> bool:
         """Nobody holds anything."""
-        return not self.held and not self.parked and self.used == Claim()
+        return not self.held and not self.parked
 
     def fits(self, without: Iterable[int] = ()) -> bool:
         """Whether one more request fits, once those of `without` have left their rows."""
-        freed = sum((self.held[number] for number in without), Claim())
-        return (self.used - freed + self.claim).within(self.total)
+        return len(self.held.difference(without)) < self.rows
 
     def enter(self, number: int) -> None:
         """A request takes a row; what was set aside for it is free."""
-        self.held[number] = self.claim
-        self.used += self.claim
+        self.held.add(number)
         self.parked.pop(number, None)
 
     def can_park(self, size: int) -> bool:
@@ -109,5 +65,5 @@ class Ledger:
 
     def leave(self, number: int) -> None:
         """A request ends, or goes back to where it had nothing."""
-        self.used -= self.held.pop(number, Claim())
+        self.held.discard(number)
         self.parked.pop(number, None)

@@ -1,6 +1,7 @@
 """Sizes of the state and of a prompt in bytes, and whether they fit into the memory there is."""
 
 import dataclasses
+import gc
 import math
 import os
 
@@ -116,14 +117,30 @@ def free_device_bytes() -> int:
     """Memory that the first device can still give."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
-        return psutil.virtual_memory().available
+        return free_memory_bytes()
     return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
 
 
+def free_memory_bytes() -> int:
+    """Host memory that plain arrays can take."""
+    return psutil.virtual_memory().available
+
+
 def free_host_bytes() -> int:
-    """Memory that host pools can take: free memory, and the pinned limit where there is one."""
-    free = psutil.virtual_memory().available
-    return min(free, pinned_limit_bytes()) if jax.default_backend() == "gpu" else free
+    """Memory that host pools can take: free memory, and what is left of a pinned limit."""
+    free = free_memory_bytes()
+    if jax.default_backend() != "gpu":
+        return free
+    return min(free, max(0, pinned_limit_bytes() - pinned_bytes()))
+
+
+def pinned_bytes() -> int:
+    """Pinned host memory that arrays of this process are in; JAX counts none of it."""
+    gc.collect()  # an engine that nobody has any more is in cycles, which hold its pools
+    pinned = [leaf for leaf in jax.live_arrays() if leaf.sharding.memory_kind == HOST_KIND]
+    parts = [part.data for leaf in pinned for part in leaf.addressable_shards]
+    # An array of a mesh and those of its devices are the same bytes.
+    return sum({part.unsafe_buffer_pointer(): part.nbytes for part in parts}.values())
 
 
 def pinned_limit_bytes() -> int:

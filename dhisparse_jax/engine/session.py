@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.request import Request
@@ -94,9 +94,18 @@ def fingerprint(sizes: object, params: Params) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             continue
-        stride = max(1, leaf.size // SAMPLED)
-        digest.update(np.asarray(leaf.reshape(-1)[::stride][:SAMPLED]).tobytes())
+        digest.update(_sample(leaf).tobytes())
     return digest.hexdigest()[:32]
+
+
+def _sample(leaf: Array | np.ndarray) -> Shaped[np.ndarray, " n"]:
+    """Some numbers of a weight, from all of it.
+
+    Nothing is flattened first: that would copy the weight, and a device that serves is full.
+    """
+    chosen = np.arange(0, leaf.size, max(1, leaf.size // SAMPLED))[:SAMPLED]
+    at = np.unravel_index(chosen, leaf.shape) if leaf.shape else (None,)
+    return np.asarray(leaf[at])
 
 
 def imported(

@@ -7,6 +7,7 @@ formats     rows and index keys as they are stored
 update      replacing one part of the state
 append      new index keys and rows
 select      exact top-K over the whole history
+candidates  blocks of records that one selection leaves to the next
 plan        hits, misses, victims
 kept        what layers keep beside records: the newest rows, and rows of all
 retrieve    host records to hot slots

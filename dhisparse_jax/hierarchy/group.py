@@ -192,7 +192,8 @@ def attend(
     if group.complete or not isinstance(layer, int):
         state = close_group(dataclasses.replace(group, state=state), cfg, pool)
         with jax.named_scope("attend"):
-            attended = attend_slots(geometry, layer, query, state.hot[number].slots, location)
+            slots = state.hot[number].slots
+            attended = attend_slots(geometry, pool, layer, query, slots, location)
     else:
         first, *others = split_query(geometry.row, query)  # of most rows, one
         with jax.named_scope("retrieve_attend"):

@@ -16,7 +16,6 @@ from dhisparse_jax.geometry import OPAQUE, Geometry, RowFormat
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.retrieve import Attended
-from pallas_kernels.common.record_layout import words_of_record
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 
@@ -56,22 +55,23 @@ def joined(first: Attended, others: list[Attended]) -> Attended:
 
 def attend_slots(
     geometry: Geometry,
+    pool: int,
     layer: Layer,
     query: Float[Array, "R T H key"],
     slots: Int[Array, "S *W"],
     location: Int[Array, "R T K"],
 ) -> Attended:
-    """Attention of one layer over slots that are all in place.
+    """Attention of one layer over slots of a pool's records that are all in place.
 
     A kernel knows at compile time where a row begins: of a layer that is an array, the branches for
-    all layers of the record are compiled.
+    all layers of the pool are compiled.
     """
     if isinstance(layer, int):
         queries = split_query(geometry.row, query)
         first, *others = attend_parts(geometry, layer, 0, queries, slots, location)
         return joined(first, others)
-    layers = words_of_record(slots) // layout.row_stride(geometry, slots)
-    branches = [partial(attend_slots, geometry, place) for place in range(layers)]
+    layers = geometry.layers_per_pool[pool]
+    branches = [partial(attend_slots, geometry, pool, place) for place in range(layers)]
     return lax.switch(layer, branches, query, slots, location)
 
 

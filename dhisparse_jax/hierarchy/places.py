@@ -13,12 +13,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import state as states
 from dhisparse_jax.hierarchy.state import HierarchyState
 
 BY_POOL = frozenset(
-    ("budget", "miss_rate", "ghost", "looked", "refetched", "tried", "saved", "selection")
-) | frozenset(states.PlanCounts._fields)
+    ("budget", "hot_records", "miss_rate", "ghost", "looked", "refetched", "tried", "saved")
+).union(states.PlanCounts._fields, ("selection",))
 """The leaves whose first axis is pools, and whose second one is requests."""
 
 
@@ -57,12 +58,15 @@ def abstract(
     Args:
         cfg: sizes of the hierarchy, of one device if there are several.
         mesh: devices; None: the first one.
-        axis: name of the mesh axis that requests are split over.
+        axis: name of the mesh axis that requests are split over; given with a mesh.
 
     Returns:
         The state with a `jax.ShapeDtypeStruct` in place of each array.
+
+    Raises:
+        UserError: one of mesh and axis is given without the other.
     """
-    mesh, axis = (_one_device(), "all") if mesh is None or axis is None else (mesh, axis)
+    mesh, axis = _split(mesh, axis) or (_one_device(), "all")
     host = states.host_sharding(mesh.devices.flat[0]).memory_kind
 
     def placed(
@@ -78,8 +82,9 @@ def abstract(
 
 
 def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None) -> HierarchyState:
-    """An empty hierarchy: no request, no record. Arguments as in `abstract`."""
-    if mesh is None or axis is None:
+    """An empty hierarchy: no request, no record. Arguments and errors as in `abstract`."""
+    split = _split(mesh, axis)
+    if split is None:
         return states.init(cfg)
 
     def allocate(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -92,7 +97,21 @@ def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
-    return jax.tree_util.tree_map_with_path(allocate, abstract(cfg, mesh, axis))
+    return jax.tree_util.tree_map_with_path(allocate, abstract(cfg, *split))
+
+
+def _split(mesh: Mesh | None, axis: str | None) -> tuple[Mesh, str] | None:
+    """Devices, and the axis that requests are split over; None for one device."""
+    if mesh is None and axis is None:
+        return None
+    if mesh is None:
+        raise UserError(f"there is an axis, {axis!r}, but no mesh: give both or neither")
+    if axis is None:
+        raise UserError(
+            f"there is a mesh of {mesh.size} devices, but no axis that requests are split over: "
+            f"give one of {', '.join(map(repr, mesh.axis_names))}, or no mesh"
+        )
+    return mesh, axis
 
 
 def whole_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from dhisparse_jax.configs.deepseek_v4 import V4Sizes
 from dhisparse_jax.models.glm.linear import exact_dot, weight_init
+from dhisparse_jax.models.glm.norms import along_last
 from pallas_kernels.sinkhorn.api import sinkhorn
 
 Streams = Float[Array, "*batch streams width"]
@@ -62,8 +63,7 @@ class HyperConnection(nnx.Module):
         parts = jnp.split(mix, ends[:2], axis=-1)
         base, scale = jnp.split(self.base[...], ends[:2]), self.scale[...]
         pre, post, carry = (
-            part * scale[i] + base[i].reshape((1,) * (mix.ndim - 1) + (-1,))
-            for i, part in enumerate(parts)
+            part * scale[i] + along_last(base[i], mix.ndim) for i, part in enumerate(parts)
         )
         return Mixing(
             pre=jax.nn.sigmoid(pre) + self.epsilon,
@@ -88,7 +88,7 @@ class HyperHead(nnx.Module):
     def __call__(self, x: Streams) -> Float[Array, "*batch width"]:
         """One stream, float32."""
         logits = _flat_logits(x, self.fn[...], self.norm_eps) * self.scale[0]
-        base = self.base[...].reshape((1,) * (logits.ndim - 1) + (-1,))
+        base = along_last(self.base[...], logits.ndim)
         return collapsed(x, jax.nn.sigmoid(logits + base) + self.epsilon)
 
 

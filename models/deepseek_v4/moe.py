@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.configs.deepseek_v4 import V4Sizes
 from dhisparse_jax.configs.deepseek_v41 import SinceV4
-from dhisparse_jax.configs.quantised import FLOAT
-from dhisparse_jax.models.experts import Routing, run_experts
+from dhisparse_jax.models.experts import Routing
 from dhisparse_jax.models.glm.linear import exact_dot, linear, residual_init, weight_init
-from dhisparse_jax.models.stored_experts import StoredExperts
+from dhisparse_jax.models.glm.norms import along_last
+from dhisparse_jax.models.routed import RoutedExperts
 
 
 class BoundedMlp(nnx.Module):
@@ -57,54 +57,30 @@ class V4Router(nnx.Module):
             experts = self.by_token[...][tokens]
         else:
             assert self.bias is not None  # one of the two is there
-            bias = self.bias[...].reshape((1,) * (scores.ndim - 1) + (-1,))
+            bias = along_last(self.bias[...], scores.ndim)
             _, experts = jax.lax.top_k(scores + bias, self.chosen)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return Routing(experts, weights * self.scale)
 
 
-class V4Moe(nnx.Module):
-    """Routed experts, stacked, plus one that every token passes.
-
-    Attributes:
-        gate_up: gate columns, then up columns, of every expert.
-        down: output matrix of every expert.
-        stored: the experts, in place of these two, where they stay quantised.
-    """
+class V4Moe(RoutedExperts):
+    """Routed experts, plus one that every token passes."""
 
     def __init__(
         self, config: SinceV4, *, dtype: jnp.dtype, rngs: nnx.Rngs, hashed: bool = False
     ) -> None:
-        width, inner = config.hidden_size, config.expert_intermediate_size
-        experts, form = config.num_experts, config.expert_format
-        param_dtype = jnp.dtype(config.param_dtype)
         self.router = V4Router(config, hashed=hashed, rngs=rngs)
-        self.num_experts = experts
-        self.stored = StoredExperts(experts, width, inner, form) if form != FLOAT else None
-        if form == FLOAT:
-            init, down_init = weight_init(width), residual_init(inner, config.num_layers)
-            self.gate_up = nnx.Param(init(rngs.params(), (experts, width, 2 * inner), param_dtype))
-            self.down = nnx.Param(down_init(rngs.params(), (experts, inner, width), param_dtype))
-        else:
-            self.gate_up = self.down = None
-        self.shared = BoundedMlp(config, inner, dtype=dtype, rngs=rngs)
-        self.limit, self.dtype = config.swiglu_limit, dtype
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.shared = BoundedMlp(config, config.expert_intermediate_size, dtype=dtype, rngs=rngs)
+        self.limit = config.swiglu_limit
 
     def __call__(
         self, x: Float[Array, "*batch width"], tokens: Int[Array, "*batch"]
     ) -> Float[Array, "*batch width"]:
         """Residual update for normalised inputs `x` of these token ids."""
-        routing = self.router(x, tokens)
         activation = partial(bounded_swiglu, limit=self.limit)
-        if self.stored is not None:
-            return self.stored(x, routing, activation) + self.shared(x)
-        assert self.gate_up is not None  # one of the two forms is there
-        assert self.down is not None
-        gate_up, down = (part[...].astype(self.dtype) for part in (self.gate_up, self.down))
-        split = lambda both: activation(*jnp.split(both, 2, axis=-1))
-        routed = run_experts(x, routing, gate_up, down, split, self.num_experts)
-        return routed + self.shared(x)
+        return self.routed(x, self.router(x, tokens), activation) + self.shared(x)
 
 
 def bounded_swiglu(

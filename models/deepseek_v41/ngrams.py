@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
+from dhisparse_jax.models.glm.norms import along_last
+
 SEED = 10_007
 """Times the number of the layer, it seeds the multipliers."""
 
@@ -82,4 +84,4 @@ def _remainders(
 
 def _row(values: tuple[int, ...] | list[int], dtype: type, ndim: int) -> Array:
     """Constants along the last axis."""
-    return jnp.asarray(values, dtype).reshape((1,) * (ndim - 1) + (-1,))
+    return along_last(jnp.asarray(values, dtype), ndim)

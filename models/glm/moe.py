@@ -8,10 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dhisparse_jax.configs.glm import GlmConfig
-from dhisparse_jax.configs.quantised import FLOAT
-from dhisparse_jax.models.experts import Routing, run_experts
+from dhisparse_jax.models.experts import Routing
 from dhisparse_jax.models.glm.linear import exact_dot, linear, residual_init, weight_init
-from dhisparse_jax.models.stored_experts import StoredExperts
+from dhisparse_jax.models.glm.norms import along_last
+from dhisparse_jax.models.routed import RoutedExperts
 
 
 @runtime_checkable
@@ -67,7 +67,7 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "*batch width"]) -> Routing:
         """Chooses experts for normalised inputs `x`, in float32."""
         scores = jax.nn.sigmoid(exact_dot(x, self.kernel[...]))
-        bias = self.bias[...].reshape((1,) * (scores.ndim - 1) + (-1,))
+        bias = along_last(self.bias[...], scores.ndim)
         _, experts = jax.lax.top_k(self._within_kept_groups(scores + bias), self.chosen)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalise:
@@ -87,48 +87,19 @@ class Router(nnx.Module):
         return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
-class MoeMlp(nnx.Module):
-    """Routed experts, stacked, plus experts that every token passes.
-
-    Attributes:
-        gate_up: Gate columns, then up columns, of every expert.
-        down: Output matrix of every expert.
-        stored: The experts, in place of these two, where they stay quantised.
-    """
+class MoeMlp(RoutedExperts):
+    """Routed experts, plus experts that every token passes."""
 
     def __init__(self, config: GlmConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        width, inner = config.hidden_size, config.expert_intermediate_size
-        experts, form = config.num_experts, config.expert_format
-        param_dtype = jnp.dtype(config.param_dtype)
         self.router = Router(config, rngs=rngs)
-        self.num_experts = experts
-        self.stored = StoredExperts(experts, width, inner, form) if form != FLOAT else None
-        if form == FLOAT:
-            init, down_init = weight_init(width), residual_init(inner, config.num_layers)
-            self.gate_up = nnx.Param(init(rngs.params(), (experts, width, 2 * inner), param_dtype))
-            self.down = nnx.Param(down_init(rngs.params(), (experts, inner, width), param_dtype))
-        else:
-            self.gate_up = self.down = None
-        shared = config.num_shared_experts * inner
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        shared = config.num_shared_experts * config.expert_intermediate_size
         self.shared = GatedMlp(config, shared, dtype=dtype, rngs=rngs) if shared else None
-        self.dtype = dtype
 
     def __call__(
         self, x: Float[Array, "*batch width"], routing: Routing | None = None
     ) -> Float[Array, "*batch width"]:
         """Residual update for normalised inputs `x`; routes them unless `routing` is given."""
         routing = self.router(x) if routing is None else routing
-        if self.stored is not None:
-            routed = self.stored(x, routing, lambda gate, up: jax.nn.silu(gate) * up)
-        else:
-            assert self.gate_up is not None  # one of the two forms is there
-            assert self.down is not None
-            gate_up, down = (part[...].astype(self.dtype) for part in (self.gate_up, self.down))
-            routed = run_experts(x, routing, gate_up, down, _gate, self.num_experts)
+        routed = self.routed(x, routing, lambda gate, up: jax.nn.silu(gate) * up)
         return routed if self.shared is None else routed + self.shared(x)
-
-
-def _gate(gate_up: Float[Array, "*batch twice"]) -> Float[Array, "*batch inner"]:
-    """`silu(gate) * up` of concatenated halves."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up

@@ -3,12 +3,16 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 
-def _along_last(weight: Float[Array, " width"], ndim: int) -> Float[Array, "..."]:
-    """A float32 view of `weight` that broadcasts against the last of `ndim` axes."""
-    return weight.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
+def along_last(vector: Shaped[Array, " width"], ndim: int) -> Shaped[Array, "..."]:
+    """A vector that goes with the last of `ndim` axes."""
+    return vector.reshape((1,) * (ndim - 1) + (-1,))
+
+
+def _wide(weight: Float[Array, " width"], ndim: int) -> Float[Array, "..."]:
+    return along_last(weight.astype(jnp.float32), ndim)
 
 
 def normalised(x: Float[Array, "*batch width"], epsilon: float) -> Float[Array, "*batch width"]:
@@ -29,7 +33,7 @@ class RmsNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Normalises `x`."""
         x = x.astype(jnp.float32)
-        scaled = normalised(x, self.epsilon) * _along_last(self.weight[...], x.ndim)
+        scaled = normalised(x, self.epsilon) * _wide(self.weight[...], x.ndim)
         return scaled.astype(self.dtype)
 
 
@@ -49,5 +53,5 @@ class LayerNorm(nnx.Module):
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        scaled = x * inverse * _along_last(self.weight[...], x.ndim)
-        return (scaled + _along_last(self.bias[...], x.ndim)).astype(self.dtype)
+        scaled = x * inverse * _wide(self.weight[...], x.ndim)
+        return (scaled + _wide(self.bias[...], x.ndim)).astype(self.dtype)

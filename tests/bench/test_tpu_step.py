@@ -1,22 +1,21 @@
 """Programs compiled for TPUs that are not there: no host pool is copied."""
 
 import importlib.util
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.shard_cells import Cell
+from bench.shard_cells import Cell, abstract_operands
 from bench.shard_setup import abstract_setup
-from bench.tpu_step import (
-    TOPOLOGIES,
-    compile_for_tpu,
-    compile_tpu_step,
-    compile_whole_step,
-)
+from bench.tpu_step import TOPOLOGIES, compile_for_tpu, compile_tpu_step
 from dhisparse_jax.config import Policy
+from dhisparse_jax.engine.output import packed_steps
 from dhisparse_jax.pytree import state
+from dhisparse_jax.step import Speculation
 from pallas_kernels.backup.api import backup
+from pallas_kernels.common.interpret import ahead_of_time
 from pallas_kernels.retrieve.api import retrieve
 from pallas_kernels.retrieve.types import Fetches, Moves
 
@@ -87,6 +86,17 @@ def test_a_copied_pool_is_noticed(topology):
     program = compile_for_tpu(twice, (pools(8), words(4)), topology)
     with pytest.raises(AssertionError):
         check_no_copy(program)
+
+
+def compile_whole_step(setup, cell, topology):
+    """A decode step as one program, as an engine dispatches it."""
+    with ahead_of_time(TOPOLOGIES[topology]):
+        cfg = setup.config(cell)
+        params, *others = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
+    weights, form = jax.tree.flatten(params)
+    step = partial(packed_steps, 1, setup.model, Speculation(setup.drafter), cfg, form)
+    program = jax.jit(step, donate_argnums=(3, 4))
+    return compile_for_tpu(program, (weights, *others), topology)
 
 
 @pytest.mark.slow

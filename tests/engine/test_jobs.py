@@ -286,8 +286,8 @@ def test_sessions_that_do_not_fit():
     assert_baseline(served)
 
 
-def test_ledger_counts_floors():
-    """Every row's floor is there, whatever is held above it; one more row is not."""
+def test_ledger_counts_rows():
+    """Every row can be had, whatever the others hold above their floor; one more cannot."""
     cfg = config(*POLICIES["adaptive"])
     ledger = Ledger.of(cfg, 100)
     for number in range(cfg.requests):

@@ -4,13 +4,15 @@ import dataclasses
 import gc
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dhisparse_jax.engine import memory
 from dhisparse_jax.engine.memory import Sizes, check_memory, default_hot_rows, sizes
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
-from dhisparse_jax.hierarchy.state import init
+from dhisparse_jax.hierarchy.state import HOST_KIND, host_sharding, init
 from tests.support.serving import POLICIES, config, engine, model, prompt
 
 
@@ -141,10 +143,19 @@ def test_on_a_gpu_the_two_memories_are_apart(monkeypatch):
         check_memory(cfg)
 
 
-def test_pinned_limit(monkeypatch):
+def test_what_is_pinned_counts_against_the_limit(monkeypatch):
+    before = memory.pinned_bytes()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv(memory.PINNED_LIMIT_VARIABLE, "0.5")
-    assert memory.free_host_bytes() == 2**29
+    assert memory.free_host_bytes() == 2**29 - before
+    pinned = jax.device_put(jnp.zeros((1 << 18,), jnp.int32), host_sharding())
+    mesh = NamedSharding(jax.make_mesh((1,), ("x",)), PartitionSpec(), memory_kind=HOST_KIND)
+    same = jax.make_array_from_single_device_arrays(pinned.shape, mesh, [pinned])
+    assert memory.free_host_bytes() == 2**29 - before - 2**20
+    del pinned, same
+    assert memory.free_host_bytes() == 2**29 - before
+    monkeypatch.setenv(memory.PINNED_LIMIT_VARIABLE, "0")
+    assert memory.free_host_bytes() == 0
 
 
 def test_default_hot_rows(monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from dhisparse_jax.engine import store
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import NewTokens, PrefillProgress
 from dhisparse_jax.engine.request import Request
-from dhisparse_jax.engine.session import Session, imported
+from dhisparse_jax.engine.session import Session, fingerprint, imported
 from dhisparse_jax.engine.store import load_session, save_session
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.sampling import Sampling
@@ -159,6 +160,32 @@ def test_imported_history_has_the_dtypes_of_the_model(part, kind):
     object.__setattr__(session, part, wrong)  # types are checked at run time in tests alone
     with pytest.raises(UserError, match=rf"pool 0 are .*{np.dtype(kind)}.*; needed are int32\["):
         served.resume(session)
+
+
+class Whole(np.ndarray):
+    """An array that is nowhere flattened, as there may be no room for another one like it."""
+
+    def reshape(self, *_):
+        raise AssertionError("copied")
+
+    flatten = ravel = reshape
+
+
+def test_a_model_is_named_without_a_copy_of_any_weight():
+    """The name is that of 64 numbers, evenly spread, of each weight as one row of numbers."""
+    shapes = {"scalar": (), "few": (5,), "none": (0, 3), "all": (8, 8), "some": (3, 50, 7)}
+    weights = {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
+    weights["fp8"] = np.linspace(0, 9, 400).astype(jnp.float8_e4m3fn).reshape(4, 100)
+    name = fingerprint("sizes", jax.tree.map(lambda leaf: leaf.view(Whole), weights))
+    assert name == fingerprint("sizes", jax.tree.map(jnp.asarray, weights))
+    assert name == "5296d4c1a2f6cab6ec5dfe2f10c6d1d3"
+    weights["some"][2, 0, 5] += 1  # number 705 of 1050, every 16th counts
+    assert name == fingerprint("sizes", weights)
+    weights["some"][2, 0, 4] += 1
+    assert name != fingerprint("sizes", weights)
 
 
 KILLED = """

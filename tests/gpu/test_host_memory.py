@@ -10,6 +10,7 @@ import pytest
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.engine import Engine
 from dhisparse_jax.engine.events import NewTokens, StepDone, StepMetrics
+from dhisparse_jax.engine.memory import pinned_bytes
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.hierarchy.invariants import check_invariants
 from dhisparse_jax.hierarchy.state import host_sharding
@@ -204,7 +205,9 @@ def _run(policy, hot_rows, requests):
         hot_rows=hot_rows,
         tail=6,
     )
+    before = pinned_bytes()
     engine = Engine(model, params, cfg, chunk=16)
+    assert pinned_bytes() - before == engine.sizes.host_bytes
     pointers = [pool.host.unsafe_buffer_pointer() for pool in engine.state.pools]
     tokens, total = {}, StepMetrics()
     for event in engine.run(requests):

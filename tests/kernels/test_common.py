@@ -16,7 +16,6 @@ from pallas_kernels.common.backends import (
 from pallas_kernels.common.ids import NO_SLOT, dropping, masked
 from pallas_kernels.common.memory_space import as_device, as_host, is_host
 from pallas_kernels.common.rows import gather_words, pack, unpack, words_of
-from pallas_kernels.common.typed_view import typed_view
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn"]
 
@@ -83,16 +82,6 @@ def test_memory_spaces_change_the_type_and_no_byte():
     assert result.sharding.memory_kind == HOST_KIND
     assert device.sharding.memory_kind != HOST_KIND
     assert result.tolist() == [0, 2, 4, 6, 8, 10]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("interpret", [True, False])
-def test_typed_view_is_unpack_where_nothing_but_xla_reads_it(dtype, interpret):
-    numbers = values(dtype, 3, 8)
-    view = jax.jit(lambda words: typed_view(words, dtype, interpret=interpret))
-    seen = np.asarray(view(pack(jnp.asarray(numbers))))
-    assert seen.dtype == numbers.dtype
-    assert seen.tobytes() == numbers.tobytes()
 
 
 @pytest.mark.parametrize(

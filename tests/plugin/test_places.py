@@ -9,8 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
-from dhisparse_jax import Policy, plugin
+from dhisparse_jax import Policy, UserError, plugin
+from dhisparse_jax.hierarchy.places import BY_POOL, name_of
 from tests.support.plugged import admitted, sizes, unrolled
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,23 @@ def test_a_stack_of_states_is_mapped_over():
     for found, state in zip(values, (one, two), strict=True):
         state = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), state, spec)
         np.testing.assert_allclose(found, step(state)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_whatever_begins_with_pools_and_requests_is_split_over_requests():
+    cfg = sizes(
+        groups=(1, 2, 1), policy=Policy.ADAPTIVE, requests=5, hot_rows=16, record_selections=True
+    )
+    leaves = jax.tree.leaves_with_path(plugin.abstract(cfg))
+    assert {name_of(path) for path, leaf in leaves if leaf.shape[:2] == (3, 5)} == BY_POOL
+
+
+@pytest.mark.parametrize("make", [plugin.init, plugin.abstract])
+def test_a_mesh_and_its_axis_are_given_together(make):
+    mesh = jax.make_mesh((1,), ("data",))
+    with pytest.raises(UserError, match=r"mesh of 1 devices, but no axis .*: give one of 'data'"):
+        make(CFG, mesh)
+    with pytest.raises(UserError, match="an axis, 'data', but no mesh"):
+        make(CFG, axis="data")
 
 
 SHARDED = """

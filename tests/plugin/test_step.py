@@ -1,6 +1,7 @@
 """What a model may do with a step: scans, remat, rows of bytes; and what only values can show."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.experimental import checkify
 from dhisparse_jax import RowFormat, plugin
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import check_invariants
+from dhisparse_jax.hierarchy.heads import attend_slots
 from tests.support.plugged import TOP_K, admitted, choose, rows, scanned, sizes, unrolled
 
 
@@ -41,6 +43,19 @@ def test_a_scan_over_layers_is_the_same_step():
         position = 17 - 3 * request + step
         wanted = sum(attended(position, layer) for layer in range(3))
         np.testing.assert_allclose(found[step, request, 0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scanned_layer_has_a_branch_for_every_layer_and_none_for_padding():
+    """Three rows of 48 bytes are padded to 256, where five would fit."""
+    cfg = sizes(groups=(3,))
+    traced = jax.make_jaxpr(partial(attend_slots, cfg.geometry, 0))(
+        jnp.int32(0),
+        jnp.zeros((2, 1, 1, 12)),
+        jnp.zeros((9, 64), jnp.int32),
+        jnp.zeros((2, 1, 6), jnp.int32),
+    )
+    (switch,) = [each for each in traced.eqns if each.primitive.name == "cond"]
+    assert len(switch.params["branches"]) == 3
 
 
 def test_rows_of_bytes_come_back_as_they_were():
