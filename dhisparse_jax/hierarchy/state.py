@@ -93,7 +93,8 @@ class Benefit:
             them. None unless the policy is adaptive.
         looked: ghost positions that the last step could have fetched again.
         refetched: how many of them it did.
-        tried: sum of `looked` in pages, page-steps, past steps weighing less and less.
+        tried: sum of `looked` in pages, page-steps, past steps weighing less and less, over the
+            steps that the request took part in.
         saved: sum of `refetched`, likewise; in proportion to what is held now.
     """
 
@@ -118,7 +119,7 @@ class HierarchyState:
         budget: pages that each request holds in each pool.
         hot_records: records of each request that have a hot slot in each pool: what one would count
             in `slot_of`, which is as large as the history.
-        miss_rate: fetched records per step, a moving average.
+        miss_rate: fetched records per step that the request took part in, a moving average.
         benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
         selection: positions that this step's queries select, NO_SLOT fills up, the last ones where

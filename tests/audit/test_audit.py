@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.audit.findings import Difference, Level
-from dhisparse_jax.audit.greedy import Written, compare_tokens, write
+from dhisparse_jax.audit.greedy import Written, compare_tokens, count_proposals, write
 from dhisparse_jax.audit.levels import (
     Levels,
     Subjects,
@@ -49,7 +49,8 @@ def subjects():
     texts = written_texts(plain, REQUESTS, CHECK)
     draft = rehearsed(model()[0].vocabulary, [text.tokens for text in texts], 3)
     audited = Subject(drafted("fixed", 4, draft))
-    return Subjects(plain, audited, Subject(engine("resident", 1, queries=4))), texts
+    like = Subject(engine("resident", 1, queries=4))
+    return Subjects(plain, audited, like, audited.engine), texts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -316,7 +317,8 @@ def test_another_greedy_token_is_named(monkeypatch):
     monkeypatch.setattr(served.compiled, "step", faulty)
     level = Level("E2")
     written = write(served, REQUESTS)
-    compare_tokens(REQUESTS, [text.tokens[text.prompt :] for text in texts], written, level)
+    new = [text.tokens[text.prompt :] for text in texts]
+    compare_tokens(REQUESTS, new, written, level, "without a draft")
     assert level.first.request == NAMES[1]
     assert level.first.step == STEP + 1
     new = texts[1].tokens[texts[1].prompt :]
@@ -443,7 +445,7 @@ def test_a_sound_engine_holds_every_promise():
     assert e0.counts["fetched records"] > 100
     assert e0.counts["rows fetched by the engine"] > 100
     assert e0.counts["positions compared with a prefill"] == e1.counts["tokens"] == 24 + 20 + 24
-    assert e2.counts["tokens"] == 24 + 20 + 24
+    assert e2.counts["tokens written"] == 24 + 20 + 24
     assert e2.counts["proposals accepted"] > 10
     assert e2.counts["proposals rejected"] > 0
     assert e3.counts["positions enumerated"] == 3 * 3
@@ -453,11 +455,12 @@ def test_a_sound_engine_holds_every_promise():
 
 def test_tokens_without_a_verified_block_prove_nothing_of_a_draft():
     level = Level("E2")
-    compare_tokens(REQUESTS[:1], [[5]], Written([[5]], [[0]]), level)
-    assert level.verdict == "untried"
+    for mine, verdict in ((5, "untried"), (6, "REFUTED")):
+        written = Written([[mine]], [[0]])
+        compare_tokens(REQUESTS[:1], [[5]], written, level, "without a draft")
+        count_proposals(written, level)
+        assert level.verdict == verdict
     assert level.untried.startswith("no block was verified")
-    compare_tokens(REQUESTS[:1], [[5]], Written([[6]], [[0]]), level)
-    assert level.verdict == "REFUTED"
 
 
 def test_a_small_vocabulary_is_counted_too():
