@@ -23,7 +23,7 @@ from dhisparse_jax.plugin.rows import Rows, flat, shape_of
 from dhisparse_jax.plugin.sizes import check_state, row_of, scalar
 from pallas_kernels.common.record_layout import placed_words
 
-Given = TypeVar("Given")
+_Given = TypeVar("_Given")
 
 
 def admit(
@@ -104,7 +104,7 @@ def leave(
     return requests.leave(state, cfg, jnp.where(there, row, beyond))
 
 
-def _listed(what: str, of: str, given: Iterable[Given]) -> tuple[Given, ...]:
+def _listed(what: str, of: str, given: Iterable[_Given]) -> tuple[_Given, ...]:
     """What is given for each layer or group. Raises UserError where it is one array."""
     if hasattr(given, "shape"):
         raise UserError(f"{what} are one array; give a list, with those of all {of}")
