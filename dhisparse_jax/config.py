@@ -43,7 +43,7 @@ class HierarchyConfig:
     Attributes:
         geometry: what the model needs.
         policy: how budgets are set.
-        requests: request rows (R).
+        requests: request rows (R), of each device if there are several.
         capacity: positions per request (C).
         queries: verify queries per request and step (T); 1 without a draft.
         hot_rows: hot slots per request and pool, on average over the requests.
