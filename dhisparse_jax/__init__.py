@@ -57,3 +57,8 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"dhisparse_jax.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Also the names that are not imported yet."""
+    return sorted({*globals(), *_HOMES, "hierarchy", "plugin"})

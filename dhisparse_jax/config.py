@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import Geometry
+from dhisparse_jax.possible import check_whole
 from pallas_kernels.common.record_layout import RecordLayout, record_layout
 from pallas_kernels.common.rows import WORD_BYTES
 
@@ -42,7 +43,7 @@ class HierarchyConfig:
     Attributes:
         geometry: what the model needs.
         policy: how budgets are set.
-        requests: request rows (R).
+        requests: request rows (R), of each device if there are several.
         capacity: positions per request (C).
         queries: verify queries per request and step (T); 1 without a draft.
         hot_rows: hot slots per request and pool, on average over the requests.
@@ -99,9 +100,13 @@ class HierarchyConfig:
         except ValueError:
             names = ", ".join(policy.value for policy in Policy)
             raise UserError(f"unknown policy {self.policy!r}; use one of {names}") from None
-        for name in ("requests", "capacity", "queries", "hot_rows", "host_page", "host_page_count"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not isinstance(self.geometry, Geometry):
+            raise UserError(f"geometry is {self.geometry!r}; it must be a Geometry")
+        for name in ("requests", "capacity", "queries", "hot_rows", "host_page", "tail"):
+            check_whole(name, getattr(self, name))
+        check_whole("moves_per_step", self.moves_per_step, least=0)
+        check_whole("host_page_count", self.host_page_count)
+        check_whole("positions in host memory", self.host_page_count * self.host_page)
         needed = self.geometry.top_k * max(self.geometry.rates, default=1)
         if needed > self.capacity:
             raise UserError(
@@ -114,6 +119,11 @@ class HierarchyConfig:
                     f"host_page is {self.host_page}, but a record stands for {rate} "
                     "positions; a page holds whole records"
                 )
+        if self.queries > self.capacity:
+            raise UserError(
+                f"a step of {self.queries} queries goes beyond a capacity of {self.capacity}; "
+                "raise the capacity"
+            )
         if self.tail < 2 * self.queries:
             raise UserError(
                 f"a tail of {self.tail} cannot hold {self.queries} verify queries; "

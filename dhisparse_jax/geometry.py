@@ -6,18 +6,13 @@ import math
 import jax.numpy as jnp
 
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.possible import OPAQUE, check_groups, check_number, check_row, check_whole
 from pallas_kernels.common.rows import WORD_BYTES, words_of
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.index_scores.types import packed_format
 
 MOST_SCALED = 128
 """Numbers of an fp8 row that share a scale, at most."""
-
-OPAQUE = "uint8"
-"""The dtype of rows that are bytes to the library."""
-
-ROW_DTYPES = ("float32", "bfloat16", OPAQUE)
-"""What rows may be made of, beside numbers of two precisions."""
 
 FP8 = "fp8"
 """What formats are called that have numbers of 8 bits, with scales."""
@@ -30,6 +25,9 @@ SCALED_KEYS = "float8_e4m3fn"
 
 PACKED_KEYS = "float4_e2m1fn"
 """The `index_dtype` of index keys in fp4, whose scales are powers of two."""
+
+KEY_DTYPES = ("float32", "bfloat16", SCALED_KEYS, PACKED_KEYS)
+"""What index keys can be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +52,7 @@ class RowFormat:
 
     def __post_init__(self) -> None:
         """Refuse a format of rows of another width, and rows that are not whole words."""
-        if isinstance(self.dtype, ScaledRow):
-            if (width := self.dtype.width) != self.width:
-                raise UserError(f"rows of {self.width} numbers have a format for {width}")
-            return
-        if self.dtype not in ROW_DTYPES:
-            raise UserError(f"rows of {self.dtype!r}; there are {', '.join(ROW_DTYPES)}, and fp8")
-        if self.parts < 1:
-            raise UserError(f"rows of {self.parts} heads; at least 1 has a key and a value")
-        size = self.width // self.parts * jnp.dtype(self.dtype).itemsize
-        if self.width % self.parts or self.width < 1 or size % WORD_BYTES:
-            raise UserError(
-                f"a row of {self.width} x {self.dtype} in {self.parts} parts is not whole words of "
-                f"{WORD_BYTES} bytes each; pad it"
-            )
+        check_row(self.width, self.value_width, self.dtype, self.kv_heads)
 
     @classmethod
     def mla(cls, latent: int, rope: int, dtype: str) -> "RowFormat":
@@ -110,6 +95,7 @@ class RowFormat:
             rest: numbers after them.
             power_scales: whether scales are powers of two.
         """
+        check_whole("latent", latent)
         group = math.gcd(latent, MOST_SCALED)
         scaled = ScaledRow(
             quantised=latent, group=group, scale="float32", rest=rest, power_scales=power_scales
@@ -223,11 +209,20 @@ class Geometry:
     feature_width: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse groups without layers, and selections of nothing."""
-        if not self.layers_per_pool or min(self.layers_per_pool) < 1:
-            raise UserError(f"layers_per_pool is {self.layers_per_pool}; a group has layers")
-        if self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}; a query selects at least 1 record")
+        """Refuse groups without layers, and selections of nothing; a list of groups will do."""
+        if isinstance(self.layers_per_pool, list):
+            object.__setattr__(self, "layers_per_pool", tuple(self.layers_per_pool))
+        if not isinstance(self.row, RowFormat):
+            raise UserError(f"row is {self.row!r}; it must be a RowFormat")
+        check_groups(self.layers_per_pool)
+        check_whole("top_k", self.top_k)
+        check_whole("index_width", self.index_width, least=0)
+        check_number("scale", self.scale)
+        if self.index_dtype not in KEY_DTYPES:
+            raise UserError(f"index_dtype is {self.index_dtype!r}; use one of {KEY_DTYPES}")
+        if self.index_width and self.key_bytes % WORD_BYTES:
+            what = f"an index key of {self.index_width} x {self.index_dtype}"
+            raise UserError(f"{what} is not whole words of {WORD_BYTES} bytes; pad it")
 
     @property
     def pools(self) -> int:

@@ -6,7 +6,8 @@ Positions that another request has already are not computed: the group begins wi
 read from the host once, and prefill goes on behind them. Where a draft needs hidden states of the
 newest of them, these are computed again, and their records and keys stay as they are, bit for bit.
 Device memory beside the state: one group's records and keys of one prompt, and the hidden states of
-the prompt, whatever the number of layers.
+the prompt, whatever the number of layers. They have room for the whole capacity, however short the
+prompt is, so that each program is compiled once (`engine.memory.prompt_bytes`).
 """
 
 import dataclasses

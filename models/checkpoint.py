@@ -73,6 +73,15 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
     fresh.replace(path)
 
 
+def load_config(directory: Path) -> AnyConfig:
+    """The sizes of a checkpoint, as `save_config` wrote them.
+
+    Raises:
+        UserError: They are missing or damaged, or of a model that is not known.
+    """
+    return own_config(read_json(directory / CONFIG_FILE))
+
+
 def load_checkpoint(
     directory: Path | str,
     *,
@@ -91,7 +100,7 @@ def load_checkpoint(
             wrongly shaped.
     """
     directory = Path(directory).absolute()
-    config = own_config(read_json(directory / CONFIG_FILE))
+    config = load_config(directory)
     like = abstract_params(config)
     flat = restore_weights(directory / OWN_WEIGHTS, flatten(like), dtype, place)
     params = unflatten(flat, like)

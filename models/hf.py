@@ -13,8 +13,9 @@ import numpy as np
 from dhisparse_jax.arrays import Place
 from dhisparse_jax.configs.quantised import FLOAT, name_of
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.models.entries import MTP_LAYERS, integer
 from dhisparse_jax.models.families import EXPERTS, family_of, published_family
-from dhisparse_jax.models.hf_config import MTP_LAYERS, eos_ids, integer, read_json
+from dhisparse_jax.models.hf_config import eos_ids, read_json
 from dhisparse_jax.models.params import (
     AnyConfig,
     AnyModel,

@@ -11,7 +11,7 @@ from dhisparse_jax.geometry import FP4, FP8, PACKED_KEYS, SCALED_KEYS, Geometry
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.models.hadamard import rotate_hadamard
 
-Config = TypeVar("Config", GlmConfig, V4Config, V41Config)
+Config = TypeVar("Config", bound=GlmConfig | V4Config | V41Config)
 
 
 def with_formats(config: Config, rows: str | None, keys: str | None) -> Config:

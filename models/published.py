@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.models.hf_config import refuse_unknown
+from dhisparse_jax.models.entries import refuse_unknown
 from dhisparse_jax.models.quantised import (
     QuantisedTensor,
     dequantise,

@@ -9,9 +9,15 @@ from jax.sharding import Mesh
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.models.attached.load import attached_tensors
-from dhisparse_jax.models.checkpoint import CONVERSION_FILE, OWN_WEIGHTS, load_checkpoint
+from dhisparse_jax.models.checkpoint import (
+    CONVERSION_FILE,
+    OWN_WEIGHTS,
+    load_checkpoint,
+    load_config,
+)
 from dhisparse_jax.models.families import served
-from dhisparse_jax.models.hf import load_hf
+from dhisparse_jax.models.hf import load_hf, read_config
+from dhisparse_jax.models.history import with_formats
 from dhisparse_jax.models.params import AnyConfig
 from dhisparse_jax.models.placement import placement
 from dhisparse_jax.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -80,6 +86,7 @@ def load(
             f"unknown model {name}: neither a bundled one ({known}) nor the folder of a checkpoint"
         )
     compute, place = jnp.dtype(dtype), placement(mesh)
+    with_formats(_config(directory), kv_format, index_format)  # refused before weights are read
     if (directory / OWN_WEIGHTS).is_dir():
         (config, model), unused = load_checkpoint(directory, dtype=compute, place=place), ()
         drafts = ()
@@ -102,6 +109,13 @@ def load(
         drafts=drafts,
         mesh=mesh,
     )
+
+
+def _config(directory: Path) -> AnyConfig:
+    """What the files say of a model before its tensors are looked at."""
+    if (directory / OWN_WEIGHTS).is_dir():
+        return load_config(directory)
+    return read_config(directory)[0]
 
 
 def _text(directory: Path, config: AnyConfig) -> tuple[Tokenizer, tuple[int, ...]]:

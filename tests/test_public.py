@@ -60,6 +60,7 @@ def test_what_a_public_package_passes_on_is_documented(package: str):
 def test_every_public_name_imports():
     for name in dhisparse_jax._HOMES:
         assert getattr(dhisparse_jax, name).__name__ == name
+    assert {*dhisparse_jax._HOMES, "plugin", "hierarchy"} <= set(dir(dhisparse_jax))
 
 
 def test_readme_shows_an_example_that_is_tested():

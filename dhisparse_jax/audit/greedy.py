@@ -1,4 +1,4 @@
-"""E2: greedy tokens with speculation are those without it, through the engine as it is used."""
+"""Greedy tokens, through the engine as it is used: with a draft, E2; without, a part of E1."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -94,15 +94,27 @@ def write(
 
 
 def compare_tokens(
-    requests: Sequence[Request], plain: Sequence[Sequence[int]], drafted: Written, level: Level
+    requests: Sequence[Request],
+    plain: Sequence[Sequence[int]],
+    written: Written,
+    level: Level,
+    than: str,
 ) -> None:
-    """Compare what was written without a draft, `plain`, and with one."""
+    """Compare what was written with `plain`, which is what `than` names.
+
+    Args:
+        requests: greedy ones.
+        plain: tokens of each under `resident`, without a draft.
+        written: what is compared.
+        level: takes in what is found.
+        than: how `plain` was written, where that is not how the other was.
+    """
     steps: dict[int, list[Difference]] = {}
     for request, without, mine, came in zip(
-        requests, plain, drafted.tokens, drafted.steps, strict=True
+        requests, plain, written.tokens, written.steps, strict=True
     ):
         length = min(len(without), len(mine))
-        level.counts["tokens"] += length
+        level.counts["tokens written"] += length
         at = next((at for at in range(length) if without[at] != mine[at]), length)
         if at == len(without) == len(mine):
             continue
@@ -110,7 +122,7 @@ def compare_tokens(
         step = came[at] if at < len(came) else came[-1]
         steps.setdefault(step, []).append(
             Difference(
-                "another greedy token than without a draft",
+                f"another greedy token than {than}",
                 request=request.name,
                 step=step,
                 position=len(request.prompt) + at,
@@ -119,6 +131,12 @@ def compare_tokens(
         )
     for step in sorted(steps):
         level.add(steps[step])
+
+
+def count_proposals(drafted: Written, level: Level) -> None:
+    """Count how far the draft was followed; where it never was asked, nothing is proved."""
+    if not drafted.acceptance.blocks:
+        level.untried = "no block was verified: texts end before; ask for more new tokens"
     accepted = sum(drafted.acceptance.accepted)
     level.counts["blocks verified"] += drafted.acceptance.blocks
     level.counts["proposals accepted"] += accepted

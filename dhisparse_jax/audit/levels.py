@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhisparse_jax.audit.findings import PROMISES, Difference, Level
-from dhisparse_jax.audit.greedy import compare_tokens, write
+from dhisparse_jax.audit.greedy import compare_tokens, count_proposals, write
 from dhisparse_jax.audit.lockstep import Pair, Text, lockstep
 from dhisparse_jax.audit.observe import Subject
 from dhisparse_jax.audit.outputs import compare_outputs
@@ -37,13 +37,16 @@ class Subjects:
 
     Attributes:
         plain: `resident`, without a draft.
-        audited: the policy, with a draft, all of whose proposals are verified.
+        audited: the policy, with the draft that was asked for, all of whose proposals are verified.
         resident: `resident`, with the sizes of `audited` otherwise.
+        drafted: for E2 and E3, the engine of `audited`, or where that has no draft one like it with
+            a draft that knows the texts.
     """
 
     plain: Engine
     audited: Subject
     resident: Subject
+    drafted: Engine
 
 
 class Levels(NamedTuple):
@@ -108,11 +111,22 @@ def audit(
             compare_dense(pair, dense, e0, judged=_exact(engine))
             compare_outputs(pair, e1)
             if start == 0 and pair.number == 1:
-                context = first_context(pair, part)
-                ask = asking(engine, engine.draft_state, context)
-                enumerate_rule(ask, context, e3)
-                draw_tokens(ask, context, e3)
+                sampled(subjects, pair, part, dense, e3)
             check()
+
+
+def sampled(
+    subjects: Subjects, pair: Pair, texts: Sequence[Text], dense: Sequence[np.ndarray], level: Level
+) -> None:
+    """E3, after the prompts of the texts, of which `pair` is the first step."""
+    drafted = subjects.drafted
+    if drafted is subjects.audited.engine:
+        context = first_context(pair, texts)
+    else:
+        context = known_context(texts, dense, drafted.cfg.queries)
+    ask = asking(drafted, drafted.draft_state, context)
+    enumerate_rule(ask, context, level)
+    draw_tokens(ask, context, level)
 
 
 def greedy(
@@ -122,12 +136,18 @@ def greedy(
     levels: Levels,
     check: Check,
 ) -> None:
-    """E2, and of E0 what must hold between the steps of an engine."""
-    e0, _, e2, _ = levels
-    drafted = write(subjects.audited.engine, requests, e0, check)
-    e0.counts["rows fetched by the engine"] += drafted.fetched
-    if _exact(subjects.audited.engine):
-        compare_tokens(requests, [list(text.tokens[text.prompt :]) for text in texts], drafted, e2)
+    """E2; of E0, what must hold between steps of an engine; of E1, tokens without a draft."""
+    e0, e1, e2, _ = levels
+    plain = [list(text.tokens[text.prompt :]) for text in texts]
+    written = write(subjects.audited.engine, requests, e0, check)
+    e0.counts["rows fetched by the engine"] += written.fetched
+    if subjects.drafted is not subjects.audited.engine:
+        compare_tokens(requests, plain, written, e1, "under resident")
+        if _exact(subjects.drafted):
+            written = write(subjects.drafted, requests, check=check)
+    if _exact(subjects.drafted):
+        compare_tokens(requests, plain, written, e2, "without a draft")
+        count_proposals(written, e2)
     else:
         e2.untried = f"promised for a history in {EXACT}"
 
@@ -183,3 +203,23 @@ def first_context(pair: Pair, texts: Sequence[Text]) -> Context:
     anchor = np.zeros_like(pair.start)
     anchor[: len(texts)] = [text.tokens[text.prompt] for text in texts]
     return Context(pair.names, anchor, pair.start, pair.resident.logits)
+
+
+def known_context(texts: Sequence[Text], dense: Sequence[np.ndarray], queries: int) -> Context:
+    """The same, of so many queries, for a draft that reads nothing.
+
+    Args:
+        texts: what the draft knows.
+        dense: logits of the whole text, by row; the last ones again where a text is too short.
+        queries: of a step.
+    """
+    pieces = [
+        every[np.minimum(text.prompt + np.arange(queries), len(every) - 1)]
+        for text, every in zip(texts, dense, strict=True)
+    ]
+    return Context(
+        names=tuple(text.name for text in texts),
+        anchor=np.array([text.tokens[text.prompt] for text in texts], np.int32),
+        length=np.array([text.prompt for text in texts], np.int32),
+        logits=np.stack(pieces),
+    )

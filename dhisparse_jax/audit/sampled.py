@@ -3,8 +3,9 @@
 Twice. By enumeration: for the distributions p of the model and q of the draft at a position, the
 chance that each candidate stands is found by bisection of the rule itself, so that the distribution
 of the emitted token is exact; it must be p. By chi-square: the draft proposes and the rule accepts
-many times with different keys, and the first emitted tokens are counted against p; so a draft that
-does not draw from the q that it states is found too.
+many times with different keys, and the tokens that are emitted at every place, those of blocks that
+stood so far, are counted against p there; so a draft that does not draw from the q that it states
+is found too, and a rule that decides about a place by what it used for another.
 """
 
 import dataclasses
@@ -30,8 +31,9 @@ Bounds = tuple[Float[Array, " n"], Float[Array, " n"]]
 MOST_OFF = 1e-5
 """That an enumerated probability may differ from the model's: float32 sums of a vocabulary."""
 
-LEAST_CHANCE = 1e-7
-"""Of a count so far off that the rule is held to be wrong."""
+LEAST_CHANCE = 1e-12
+"""Of a count so far off that the rule is held to be wrong, by chi-square: in cells of no more than
+LEAST_EXPECTED counts it is really up to 1e-7, and every place of every request is looked at."""
 
 COLUMNS = 256
 """Tokens that are enumerated: as many of the best of p and of q; of larger vocabularies the others
@@ -86,16 +88,16 @@ def enumerate_rule(ask: Ask, context: Context, level: Level) -> None:
 
 
 def draw_tokens(ask: Ask, context: Context, level: Level) -> None:
-    """Chi-square of the first tokens that are emitted, with many keys."""
+    """Chi-square of the tokens that are emitted at each place of a block, with many keys."""
 
-    def emit(sampler: Sampler) -> Int[Array, " R"]:
+    def emit(sampler: Sampler) -> rules.Emitted:
         logits, length = jnp.asarray(context.logits), jnp.asarray(context.length)
         live = jnp.full(length.shape, logits.shape[1], jnp.int32)
-        return rules.accept(logits, ask(sampler), live, length, sampler).tokens[:, 0]
+        return rules.accept(logits, ask(sampler), live, length, sampler)
 
     draws = int(np.clip(DRAWN_LOGITS // context.logits.size, LEAST_DRAWS, MOST_DRAWS))
     emitted = jax.jit(lambda every: lax.map(emit, every))(_samplers(context, draws))
-    level.add(list(_counted(context, np.asarray(emitted), level)))
+    level.add(list(_counted(context, jax.device_get(emitted), level)))
 
 
 def _samplers(context: Context, count: int) -> Sampler:
@@ -125,17 +127,18 @@ def _enumerated(context: Context, proposal: Proposal, level: Level) -> Iterator[
             continue
         columns = _columns(p, q)
         p, q = (_normal(all_of[columns]) for all_of in (p, q))
-        found = np.asarray(emitted(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)))
-        off = np.abs(found - p)
+        both = np.asarray(emitted(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)))
         level.counts["positions enumerated"] += 1
         level.counts["candidates enumerated"] += len(columns)
-        level.figures["largest error of a probability"] = max(
-            level.figures.get("largest error of a probability", 0.0), float(off.max())
-        )
-        if not off.max() <= MOST_OFF:
-            at = int(off.argmax())
-            detail = f"token {columns[at]} comes with {found[at]:.6g} instead of {p[at]:.6g}"
-            yield Difference("the rule of acceptance is biased", **where, detail=detail)
+        for found, whole in zip(both, ("", " after a block that stood whole"), strict=True):
+            off = np.abs(found - p)
+            level.figures["largest error of a probability"] = max(
+                level.figures.get("largest error of a probability", 0.0), float(off.max())
+            )
+            if not off.max() <= MOST_OFF:
+                at = int(off.argmax())
+                detail = f"token {columns[at]} comes with {found[at]:.6g} instead of {p[at]:.6g}"
+                yield Difference("the rule of acceptance is biased", **where, detail=detail + whole)
 
 
 def _columns(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Int[np.ndarray, " n"]:
@@ -148,10 +151,13 @@ def _columns(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Int[np.n
     return wanted[np.sort(first)][: 2 * COLUMNS]
 
 
-def _emitted(p: Float[Array, " n"], q: Float[Array, " n"]) -> Float[Array, " n"]:
-    """The distribution of the token that a block of one proposal emits, by the rule itself."""
+def _emitted(p: Float[Array, " n"], q: Float[Array, " n"]) -> Float[Array, "2 n"]:
+    """The distributions of what a block of one proposal emits, by the rule itself.
+
+    First of its first token, then of the one that follows where the proposal stands.
+    """
     tokens = jnp.arange(p.shape[0], dtype=jnp.int32)
-    target = jnp.stack([p, p])  # of the second row nothing is used: one token is emitted
+    target = jnp.stack([p, p])
     live = jnp.int32(2)
 
     def block(token: Int[Array, ""]) -> Proposal:
@@ -175,37 +181,42 @@ def _emitted(p: Float[Array, " n"], q: Float[Array, " n"]) -> Float[Array, " n"]
     (chance, _), _ = lax.scan(halve, ends, None, length=BISECTIONS)
     rest = rules.remainder(target, block(tokens[0]), live, jnp.int32(0))
     fallen = (q * (1.0 - chance)).sum()
-    return q * chance + fallen * rest / rest.sum()
+    after = rules.remainder(target, block(tokens[0]), live, jnp.int32(1))
+    return jnp.stack([q * chance + fallen * rest / rest.sum(), after / after.sum()])
 
 
-def _counted(
-    context: Context, emitted: Int[np.ndarray, "n R"], level: Level
-) -> Iterator[Difference]:
-    """Chi-square of the first emitted tokens of every request."""
-    draws = len(emitted)
-    for row, name in enumerate(context.names):
-        expected = draws * softmax(context.logits[row, 0])
-        observed = np.bincount(emitted[:, row], minlength=len(expected))[: len(expected)]
-        rare = expected < LEAST_EXPECTED
-        cells = np.append(expected[~rare], expected[rare].sum())
-        seen = np.append(observed[~rare], observed[rare].sum())
-        level.counts["tokens drawn"] += draws
-        if len(cells) == 1 or cells.min() <= 0.0:
+def _counted(context: Context, emitted: rules.Emitted, level: Level) -> Iterator[Difference]:
+    """Chi-square of the emitted tokens of every request, place by place."""
+    places = context.logits.shape[1]
+    for place, (row, name) in itertools.product(range(places), enumerate(context.names)):
+        tokens = emitted.tokens[emitted.count[:, row] > place, row, place]
+        statistic, cells = _chi_square(np.asarray(tokens), softmax(context.logits[row, place]))
+        level.counts["tokens drawn"] += len(tokens)
+        if cells < 2:
             continue
-        statistic = float(((seen - cells) ** 2 / np.maximum(cells, 1.0)).sum())
-        half = (len(cells) - 1) / 2
-        likely = float(jax.scipy.special.gammaincc(half, statistic / 2))
+        likely = float(jax.scipy.special.gammaincc((cells - 1) / 2, statistic / 2))
         lowest = level.figures.get("lowest chance of a count", 1.0)
         level.figures["lowest chance of a count"] = min(lowest, likely)
         if likely < LEAST_CHANCE:
-            detail = f"chi-square {statistic:.4g} in {len(cells)} cells, {draws} draws"
+            detail = f"chi-square {statistic:.4g} in {cells} cells, {len(tokens)} draws"
             yield Difference(
                 "what is drawn has not the model's distribution",
                 request=name,
                 step=1,
-                position=int(context.length[row]) + 1,
+                position=int(context.length[row]) + 1 + place,
                 detail=detail,
             )
+
+
+def _chi_square(tokens: Int[np.ndarray, " n"], p: Float[np.ndarray, " V"]) -> tuple[float, int]:
+    """The statistic, and of how many cells; of fewer than two it says nothing."""
+    expected = len(tokens) * p
+    observed = np.bincount(tokens, minlength=len(expected))[: len(expected)]
+    rare = expected < LEAST_EXPECTED
+    cells, seen = expected[~rare], observed[~rare]
+    if rare.any():
+        cells, seen = np.append(cells, expected[rare].sum()), np.append(seen, observed[rare].sum())
+    return float(((seen - cells) ** 2 / np.maximum(cells, 1.0)).sum()), len(cells)
 
 
 def softmax(logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:

@@ -26,6 +26,7 @@ trace_file          request traces, of which `serve` replays one
 selections          what every step selects, in a file for the simulator
 record              what a run did, gathered from the engine's events
 serving             what a replay did, over time
+meeting             several processes meet, and notice when one ends
 interrupt           Ctrl-C and termination, also where a library swallows them
 display             what a person sees while it runs
 serve_display       what a person sees while a trace is replayed

@@ -99,6 +99,9 @@ def _kernels(document: Document) -> list[str]:
 
 
 def _cache(document: Document) -> list[str]:
+    if why := document["compilation_cache_error"]:
+        where = f"{CACHE_VARIABLE} is {document['compilation_cache']}"
+        return [f"{where}, where nothing can be kept ({why}): set it to another folder"]
     if document["compilation_cache"]:
         return []
     return [f"short runs are mostly compilation: set {CACHE_VARIABLE} to a folder to keep it"]

@@ -17,7 +17,7 @@ from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli.decode import longest_prompt
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, Setting, output_files
+from dhisparse_jax.cli.report import OutputFile, Setting, on_standard_output, output_files
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dhisparse_jax.audit.lockstep import Text
     from dhisparse_jax.engine.request import Request
     from dhisparse_jax.models.registry import LoadedModel
-    from dhisparse_jax.speculation.protocol import Draft
 
 NEW_TOKENS = 32
 REHEARSED = 3
@@ -68,7 +67,8 @@ def audit(  # noqa: PLR0913  # one parameter an option
     outputs are bit for bit those of resident. E2: greedy tokens with speculation are those without
     it. E3: sampled tokens have the model's distribution. The texts are continued greedily, then
     read again under the policy and under resident in steps that are compared, with some tokens of
-    every step rejected; logits are compared with a prefill of the whole text as well.
+    every step rejected where there is a draft; logits are compared with a prefill of the whole text
+    as well.
 
     A line for each level, with what was compared and the first difference: its request, step, layer
     and position. Exit code: 0 nothing was refuted, 1 something was, 2 could not be run.
@@ -124,7 +124,7 @@ def work(options: AuditOptions, prompts: Sequence[Prompt], output: OutputFile | 
     seconds = time.monotonic() - begin
     if output:
         output.write(document(setting, levels, complete=stopped is None, seconds=seconds))
-    show(Console(), setting, levels, complete=stopped is None)
+    show(Console(stderr=on_standard_output(output)), setting, levels, complete=stopped is None)
     if stopped is not None:
         raise stopped
     return levels
@@ -164,7 +164,7 @@ def stage(levels: "Levels") -> tuple[str, int]:
     if compared := levels.e1.counts["tokens"]:
         return "E0, E1, E3: tokens read under the policy and under resident", compared
     if steps := levels.e0.counts["steps of the engine"]:
-        return "E2: steps with a draft", steps
+        return "E0, E2: steps of the engine", steps
     return "continuing the texts without a draft", 0
 
 
@@ -206,6 +206,7 @@ def subjects_of(
     """
     from dhisparse_jax.audit.levels import Subjects, written_texts
     from dhisparse_jax.audit.observe import Subject
+    from dhisparse_jax.audit.rehearsed import rehearsed
     from dhisparse_jax.cli.session import load_draft, make_engine
 
     draft = load_draft(options.draft, loaded)
@@ -230,23 +231,15 @@ def subjects_of(
     audited = dataclasses.replace(options.hierarchy, hot_rows=few)
     plain = make(resident, 1, None)
     texts = written_texts(plain, requests, check)
-    draft = known_draft(loaded, draft, texts)
     queries = draft.drafter.length + 1
-    subjects = Subjects(
-        plain=plain,
-        audited=Subject(make(audited, queries, draft)),
-        resident=Subject(make(resident, queries, None)),
-    )
-    return subjects, texts
-
-
-def known_draft(loaded: "LoadedModel", draft: "Draft", texts: Sequence["Text"]) -> "Draft":
-    """The draft, or where it proposes nothing one that knows the texts."""
-    from dhisparse_jax.audit.rehearsed import rehearsed
-
-    if draft.drafter.length:
-        return draft
-    return rehearsed(loaded.model.vocabulary, [text.tokens for text in texts], REHEARSED)
+    subject = Subject(make(audited, queries, draft))
+    drafted, like = subject.engine, plain
+    if queries == 1:
+        known = rehearsed(loaded.model.vocabulary, [text.tokens for text in texts], REHEARSED)
+        drafted = make(audited, REHEARSED + 1, known)
+    else:
+        like = make(resident, queries, None)
+    return Subjects(plain, subject, Subject(like), drafted), texts
 
 
 def document(
@@ -255,6 +248,7 @@ def document(
     """The JSON document."""
     return {
         **dataclasses.asdict(setting),
+        "rehearsed": REHEARSED if setting.draft == opt.NO_DRAFT else 0,
         "complete": complete,
         "seconds": seconds,
         "levels": [level.document() for level in levels],
@@ -268,6 +262,11 @@ def show(console: Console, setting: Setting, levels: "Levels", *, complete: bool
         f"{setting.model}, policy {setting.policy}, draft {setting.draft}, rows in "
         f"{setting.kv_format}, {setting.backend}" + ("" if complete else "; not finished")
     )
+    if setting.draft == opt.NO_DRAFT:
+        line(
+            "E0 and E1 with one query a step, as without a draft; E2 and E3 with a draft of "
+            f"{REHEARSED} tokens that knows the texts, and errs now and then"
+        )
     for level in levels:
         line(f"{level.name} {level.verdict}: {level.promise}")
         if level.first is not None:

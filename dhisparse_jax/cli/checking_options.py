@@ -19,7 +19,8 @@ Json = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Write what was found as one JSON document, also when interrupted.",
+        help="Write what was found as one JSON document, also when interrupted; -: to standard "
+        "output, and the table to standard error.",
         rich_help_panel=OUTPUT,
     ),
 ]

@@ -1,7 +1,6 @@
 """`dhisparse decode`: continue texts over the hierarchy, and say what it did."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
-from dhisparse_jax.cli.report import OutputFile, decode_document, output_files
+from dhisparse_jax.cli.report import OutputFile, decode_document, on_standard_output, output_files
 from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.errors import UserError
 
@@ -117,7 +116,10 @@ def run(options: DecodeOptions) -> None:
     prompts = read_prompts(options.prompt_files)
     check_trace_dir(options.trace_dir)
     written = {"--json": options.json, "--record-selections": options.record_selections}
-    with output_files(written, options.prompt_files) as (output, selected):
+    with (
+        output_files(written, options.prompt_files) as (output, selected),
+        many.together(options.devices),
+    ):
         work(options, prompts, output, selected)
 
 
@@ -133,6 +135,7 @@ def work(
     from dhisparse_jax.cli.tables import hierarchy_table, request_table
 
     out, err = many.consoles(options.devices)
+    out = err if on_standard_output(output) else out
     with interrupts() as check_interrupt:
         loading = err.status(f"loading {options.model}")
         with loading if err.is_terminal else contextlib.nullcontext():
@@ -168,7 +171,7 @@ def prepare(
     """Load the model, encode the prompts, and make an engine that they fit into."""
     from dhisparse_jax.cli.session import load_draft, load_model, make_engine
 
-    mesh = many.start(options.devices, told(options, prompts))
+    mesh = many.start(options.devices, many.told(options, options.devices, prompts))
     draft = options.draft.name
     loaded = load_model(options.model, options.dtype, options.formats, draft=draft, mesh=mesh)
     draft = load_draft(options.draft, loaded)
@@ -186,16 +189,6 @@ def prepare(
         auto=options.draft.auto,
     )
     return loaded, requests, engine
-
-
-def told(options: DecodeOptions, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """What all processes have to be told alike, by name."""
-    own = ("json", "trace_dir", "devices", "prompt_files")
-    names = (field.name for field in dataclasses.fields(options) if field.name not in own)
-    return {name: getattr(options, name) for name in names} | {
-        "mesh": options.devices.mesh,
-        "prompts": [prompt.data for prompt in prompts],
-    }
 
 
 def make_request(options: DecodeOptions, loaded: "LoadedModel", prompt: Prompt) -> "Request":

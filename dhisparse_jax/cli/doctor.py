@@ -11,7 +11,7 @@ from dhisparse_jax.cli import checking_options as own
 from dhisparse_jax.cli import machine
 from dhisparse_jax.cli.advice import advice, meaning
 from dhisparse_jax.cli.interrupt import interrupts
-from dhisparse_jax.cli.report import OutputFile, output_files
+from dhisparse_jax.cli.report import OutputFile, on_standard_output, output_files
 
 if TYPE_CHECKING:
     from dhisparse_jax.engine.rates import ReadRate
@@ -56,7 +56,7 @@ def work(output: OutputFile | None) -> None:
         document["seconds"] = time.monotonic() - begin
         if output:
             output.write(document)
-    print_document(Console(), document)
+    print_document(Console(stderr=on_standard_output(output)), document)
 
 
 def parts(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -69,7 +69,8 @@ def parts(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "devices", machine.devices()
     yield "gpu_memory_bytes", machine.gpu_memory_bytes()
     yield "host", machine.host()
-    yield "compilation_cache", os.environ.get(machine.CACHE_VARIABLE)
+    yield "compilation_cache", os.environ.get(machine.CACHE_VARIABLE) or None
+    yield "compilation_cache_error", machine.unwritable(known["compilation_cache"])
     measurable = known["backend"] in ("cpu", "gpu")
     yield "kernels", kernels() if measurable else []
     yield "rates", rates() if measurable else None

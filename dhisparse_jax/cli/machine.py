@@ -4,6 +4,8 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("dhisparse-jax", "jax", "jaxlib", "flax")
@@ -76,3 +78,15 @@ def gpu_memory_bytes() -> int | None:
     """Memory of the first NVIDIA GPU, whether or not JAX uses it."""
     mebibytes = nvidia("memory.total")
     return int(mebibytes) << 20 if mebibytes.isdecimal() else None
+
+
+def unwritable(folder: str | None) -> str | None:
+    """Why nothing can be kept in a folder of this machine, or made there; None where it can."""
+    if folder is None or "://" in folder:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror

@@ -23,6 +23,7 @@ from dhisparse_jax.cli.decode import decode
 from dhisparse_jax.cli.doctor import doctor
 from dhisparse_jax.cli.evaluate import evaluate
 from dhisparse_jax.cli.interrupt import INTERRUPTED
+from dhisparse_jax.cli.mesh_options import ABANDONED, leave
 from dhisparse_jax.cli.plan import plan
 from dhisparse_jax.cli.serve import serve
 from dhisparse_jax.cli.verify_hf import verify_hf
@@ -88,6 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # texts hold characters that a terminal may lack
+    try:
+        code = run(arguments)
+    except BaseException:
+        if ABANDONED:
+            traceback.print_exc()
+            leave(1)
+        raise
+    leave(code)
+    return code
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Run the command line, with one line for every error that a person can act on."""
     try:
         with terminated_as_interrupted():
             result = app(args=arguments, prog_name="dhisparse", standalone_mode=False)

@@ -1,7 +1,10 @@
 """The options of several devices and processes, as `options` has the others."""
 
+import contextlib
+import dataclasses
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from dhisparse_jax.cli.meeting import NOTICING_SECONDS, Company, meet
+from dhisparse_jax.cli.prompts import Prompt
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.mesh import MeshShape
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+ABANDONED: list[Company] = []
+"""The other processes, if this one ends before they are done."""
 
 DEVICES = "Devices"
 STARTING_SECONDS = 120
@@ -75,6 +83,15 @@ def process(value: str | None) -> str | None:
     return value
 
 
+def address(value: str | None) -> str | None:
+    """Refuse what is no host with a port."""
+    if value is not None:
+        host, _, port = value.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise typer.BadParameter(f"{value} is no address with a port, as in localhost:1234")
+    return value
+
+
 MeshText = Annotated[
     str | None,
     typer.Option(
@@ -91,6 +108,7 @@ Coordinator = Annotated[
     typer.Option(
         "--coordinator",
         metavar="HOST:PORT",
+        callback=address,
         help="Where process 0 listens, if the devices of the mesh are those of several processes. "
         "All are given the same options; process 0 prints the texts.",
         rich_help_panel=DEVICES,
@@ -108,6 +126,44 @@ Process = Annotated[
 ]
 
 
+@contextlib.contextmanager
+def together(options: MeshOptions) -> Generator[None, None, None]:
+    """Meet the other processes, if there are any, and say if one of them ends in the body.
+
+    Raises:
+        UserError: they do not come, or one of them ended.
+    """
+    if options.process is None:
+        yield
+        return
+    company = meet(str(options.coordinator), options.process, STARTING_SECONDS)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        # A library that waits for another process may say first that something is wrong.
+        if lost := company.wait(NOTICING_SECONDS):
+            raise UserError(lost) from error
+        raise
+    else:
+        company.part()
+        company = None
+    finally:
+        if company is not None:
+            company.abandon()
+            ABANDONED.append(company)
+
+
+def leave(code: int) -> None:
+    """End here and now where other processes were left alone: JAX would wait for them."""
+    if ABANDONED:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
 def start(options: MeshOptions, told: Mapping[str, object]) -> "Mesh | None":
     """Meet the other processes, if there are any, see that all were told the same; the devices.
 
@@ -121,6 +177,42 @@ def start(options: MeshOptions, told: Mapping[str, object]) -> "Mesh | None":
     if options.process is not None:
         _meet(options, told)
     return None if options.mesh is None else MeshShape.parse(options.mesh).mesh()
+
+
+OWN = ("json", "record_selections", "trace_dir", "devices", "prompt_files")
+"""Fields of a command's options that every process may have to itself."""
+
+OPTIONS = {
+    "rows": "kv-format",
+    "keys": "index-format",
+    "record": "record-selections",
+    "name": "draft",
+    "length": "draft-length",
+    "auto": "draft-length auto",
+}
+"""The options that fields have other names than."""
+
+
+def told(options: object, devices: MeshOptions, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """What all processes have to be told alike, by option; as many items whatever they are told.
+
+    Args:
+        options: of the command, with parts that are options too.
+        devices: what is said of devices.
+        prompts: what they continue.
+    """
+    found: dict[str, object] = {
+        "--mesh": devices.mesh,
+        "the number of prompts": len(prompts),
+        "prompts": [prompt.data for prompt in prompts],
+    }
+    for name, value in vars(options).items():
+        parts = vars(value) if dataclasses.is_dataclass(value) else {name: value}
+        known = {part: given for part, given in parts.items() if name not in OWN}
+        found |= {
+            f"--{OPTIONS.get(part, part.replace('_', '-'))}": given for part, given in known.items()
+        }
+    return found
 
 
 def _meet(options: MeshOptions, told: Mapping[str, object]) -> None:

@@ -244,7 +244,8 @@ Json = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Write tokens and metrics as JSON, also when interrupted.",
+        help="Write tokens and metrics as JSON, also when interrupted; -: to standard output, and "
+        "all else to standard error.",
         rich_help_panel=OUTPUT,
     ),
 ]

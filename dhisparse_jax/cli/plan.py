@@ -7,7 +7,7 @@ from rich.table import Table
 
 from dhisparse_jax.cli import plan_options as own
 from dhisparse_jax.cli.options import NO_DRAFT
-from dhisparse_jax.cli.report import output_files
+from dhisparse_jax.cli.report import on_standard_output, output_files
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def plan(
     )
     with output_files({"--json": json}, []) as (output,):
         found = planner.plan(asked)
-        console = Console(highlight=False, soft_wrap=True)
+        console = Console(highlight=False, soft_wrap=True, stderr=on_standard_output(output))
         console.print(_head(asked, model, gpu), markup=False)
         for title, rows in (("What fits", _fits), ("GB of device memory", _bytes)):
             console.print(_table(title, found, rows(asked, found)))

@@ -54,5 +54,10 @@ AcceptLength = Annotated[
 ]
 PlanJson = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the plan as JSON.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write the plan as JSON; -: to standard output, and the tables to standard error.",
+        rich_help_panel=OUTPUT,
+    ),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dhisparse_jax.errors import UserError
 
-STANDARD_INPUT = "-"
+STANDARD_INPUT = STANDARD_OUTPUT = "-"
 # Different lengths, so that requests differ in how much history they have.
 DEFAULT_PROMPTS = (
     ("textwrap.py", 6000),

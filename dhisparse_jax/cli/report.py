@@ -1,17 +1,20 @@
 """The JSON documents: written whole or not at all. Knows nothing about display."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
 import re
+import secrets
+import sys
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from dhisparse_jax.cli.prompts import STANDARD_INPUT
+from dhisparse_jax.cli.prompts import STANDARD_INPUT, STANDARD_OUTPUT
 from dhisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -119,8 +122,11 @@ class OutputFile:
     """A file that appears whole or not at all.
 
     Made before the work starts, so that a path that cannot be written is found at once. What is
-    already at the path stays until `keep` replaces it. Beside it lies a file of another name from
-    `open` to `keep`, and none before: a process that is killed while it works leaves nothing.
+    already at the path stays until `keep` replaces it. Until then the new one has no name, so that
+    a process that is killed leaves nothing; where the file system has no such files, another one.
+
+    Attributes:
+        standard: whether it is none, but standard output, as `--json -` says.
     """
 
     def __init__(self, path: Path, option: str = "--json") -> None:
@@ -129,6 +135,7 @@ class OutputFile:
         Raises:
             UserError: `path` is a directory, its folder is missing, or it cannot be written.
         """
+        self.standard = option == "--json" and str(path) == STANDARD_OUTPUT
         if path.is_dir():
             raise UserError(f"{option} {path} is a directory; name a file")
         if not path.parent.is_dir():
@@ -137,8 +144,11 @@ class OutputFile:
         self._special = _is_special(path)
         self._path = path if self._special else Path(os.path.realpath(path))
         self._temporary: Path | None = None
+        self._nameless: int | None = None
         self._option = option
         try:
+            if self.standard:
+                return
             if self._special:
                 with path.open("a"):
                     return
@@ -153,7 +163,12 @@ class OutputFile:
 
         Raises:
             UserError: it cannot be written, for example because the disk is full.
+            BrokenPipeError: nobody reads standard output any more.
         """
+        if self.standard:
+            sys.stdout.write(document_text(document))
+            sys.stdout.flush()
+            return
         try:
             with self.open() as file:
                 file.write(document_text(document).encode())
@@ -167,23 +182,36 @@ class OutputFile:
         if self._special:
             return self._path.open("wb")
         self.discard()
+        self._nameless = _nameless(self._path.parent)
+        if self._nameless is not None:
+            return os.fdopen(os.dup(self._nameless), "wb")
         handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-        os.close(handle)
         self._temporary = Path(name)
-        return self._temporary.open("wb")
+        os.fchmod(handle, 0o666 & ~_umask())  # mkstemp's 0600 would surprise
+        return os.fdopen(handle, "wb")
 
     def keep(self) -> None:
         """Put what was written in place."""
+        if self._nameless is not None:
+            self._temporary = _named(self._nameless, self._path)
         if self._temporary is not None:
-            self._temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would surprise
             self._temporary.replace(self._path)
             self._temporary = None
+        self.discard()
 
     def discard(self) -> None:
         """Remove what was prepared and not kept."""
         if self._temporary is not None:
             self._temporary.unlink(missing_ok=True)
             self._temporary = None
+        if self._nameless is not None:
+            os.close(self._nameless)
+            self._nameless = None
+
+
+def on_standard_output(output: OutputFile | None) -> bool:
+    """Whether a document goes to standard output, and what a person reads to standard error."""
+    return output is not None and output.standard
 
 
 @contextlib.contextmanager
@@ -210,6 +238,27 @@ def _output_file(path: Path | None, option: str) -> Generator[OutputFile | None,
     finally:
         if output:
             output.discard()
+
+
+def _nameless(folder: Path) -> int | None:
+    """Descriptor of a new file in a folder that has no name yet; None where there are none such."""
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not Path("/proc/self/fd").is_dir():  # by which it is named later
+        return None
+    try:
+        return os.open(folder, flag | os.O_WRONLY, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # the file system, the kernel
+            return None
+        raise
+
+
+def _named(descriptor: int, path: Path) -> Path:
+    """Give a file without a name one beside `path`, by which it can replace what is there."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    # With a folder's descriptor, which an absolute path makes no use of, the link is followed.
+    os.link(f"/proc/self/fd/{descriptor}", beside, src_dir_fd=descriptor)
+    return beside
 
 
 def _is_special(path: Path) -> bool:

@@ -15,7 +15,7 @@ from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli import serve_options as own
 from dhisparse_jax.cli.interrupt import interrupts
 from dhisparse_jax.cli.prompts import Prompt
-from dhisparse_jax.cli.report import OutputFile, Setting, output_files
+from dhisparse_jax.cli.report import OutputFile, Setting, on_standard_output, output_files
 from dhisparse_jax.cli.selections import recorded
 from dhisparse_jax.cli.trace_file import TraceLine, read_trace
 from dhisparse_jax.errors import UserError
@@ -132,7 +132,7 @@ def work(
     from dhisparse_jax.engine.fleet import resident_share
     from dhisparse_jax.engine.replay import Clock, replay, warm_up
 
-    out, err = Console(), Console(stderr=True)
+    out, err = Console(stderr=on_standard_output(output)), Console(stderr=True)
     with interrupts() as check_interrupt:
         loading = err.status(f"loading {options.model}")
         with loading if err.is_terminal else contextlib.nullcontext():

@@ -107,6 +107,7 @@ def capture(
         records=tuple(pool.records[:length].copy() for pool in pools),
         keys=tuple(jax.tree.map(lambda keys: keys[:length].copy(), pool.keys) for pool in pools),
         ring=tuple(jax.tree.leaves(ring)),
+        imported=holding.private,
     )
 
 
@@ -115,10 +116,14 @@ def restore(machine: Machine, row: int, session: Session) -> None:
 
     Records enter where those of a prompt do. The ring of another draft, or of none, is replaced
     by one without features: proposals are poor at first, tokens the same.
+
+    It takes nothing over from other texts, whose records may differ from its own in the last bit,
+    as those of a step and of a prefill do. Others may take over what this model has computed for
+    it, as from any text, but not KV from elsewhere: whatever that is, only who brought it reads it.
     """
     length = len(session.text) - 1
-    # Records of its own: they may differ from those of a text in the last bit.
-    entry = machine.sharing.enter(row, (), session.request.end(machine.cfg.capacity))
+    positions = session.request.end(machine.cfg.capacity)
+    entry = machine.sharing.enter(row, (), positions, private=session.imported)
     machine.join(row, length, entry.pages)
     for pool in range(machine.cfg.pools):
         machine.admit(row, pool, _prompt(machine, pool, session), entry)

@@ -18,7 +18,7 @@ from dhisparse_jax.engine.cell import Cell
 from dhisparse_jax.engine.compiled import Compiled, Hidden
 from dhisparse_jax.engine.events import PrefillProgress
 from dhisparse_jax.engine.ledger import Ledger
-from dhisparse_jax.engine.memory import check_memory
+from dhisparse_jax.engine.memory import check_memory, prompt_bytes
 from dhisparse_jax.engine.meter import Meter, seconds_of
 from dhisparse_jax.engine.output import Packed, places, send_to_host
 from dhisparse_jax.engine.request import Request
@@ -88,7 +88,11 @@ class Machine(Cell):
                 f"{model.context}"
             )
         check_draft(draft.drafter, cfg)
-        self.sizes = check_memory(cfg, draft.drafter, seat.beside)
+        speculation, chunk = Speculation(draft.drafter, rule), min(chunk, cfg.capacity)
+        form = jax.tree.structure(params)
+        compiled = seat.programs or Compiled(model, cfg, chunk, speculation, form, steps)
+        prompt, self.compiled = prompt_bytes(cfg, compiled, params), compiled
+        self.sizes = check_memory(cfg, draft.drafter, seat.beside, prompt)
         self.steps, self.stepwise, self.together = steps, False, False
         # All arguments of the jitted functions are committed to the device from the start, as their
         # results are: an uncommitted one would compile the step a second time.
@@ -97,10 +101,7 @@ class Machine(Cell):
         self.model, self.cfg = model, cfg
         self.params = self.named_by = commit(params)
         self.drafter, self.draft_params = draft.drafter, commit(draft.params)
-        self._weights, form = jax.tree.flatten(self.params)
-        speculation, chunk = Speculation(draft.drafter, rule), min(chunk, cfg.capacity)
-        compiled = seat.programs or Compiled(model, cfg, chunk, speculation, form, steps)
-        self.compiled = compiled
+        self._weights = jax.tree.leaves(self.params)
         super().__init__(
             DecodeState(
                 hierarchy=init(cfg, device),
@@ -141,6 +142,7 @@ class Machine(Cell):
                     jax.block_until_ready(hidden)
                 yield PrefillProgress(number, done, total)
             self.admit(row, pool, prompt, entry)
+            del prompt  # else it is there beside the next one
             jax.block_until_ready(hidden)  # so that progress is what is done, not what is queued
         self.sharing.has(row, tokens)
         self.draft_prompt(row, hidden, origin, len(tokens))
@@ -207,8 +209,7 @@ class Machine(Cell):
 
     def admit(self, row: int, pool: int, prompt: Prompt, entry: Entry) -> None:
         """Store the prompt of one pool."""
-        where = jnp.int32(row)
-        self.state = self.compiled.admit(self.state, pool, where, prompt, entry.kept)
+        self.state = self.compiled.admit(self.state, pool, jnp.int32(row), prompt, entry.kept)
         self.watcher.admitted(row, pool)
 
     def readmit(self, row: int, pool: int) -> None:
@@ -282,8 +283,7 @@ class Machine(Cell):
 
     def residency(self) -> tuple[int, int]:
         """Records that hot pages and tails have room for, and records of the history."""
-        pools = range(self.cfg.pools)
-        complete = [layout.complete(self.cfg, pool, self.state.length) for pool in pools]
+        complete = [layout.complete(self.cfg, p, self.state.length) for p in range(self.cfg.pools)]
         budget, lengths = jax.device_get((self.state.budget, complete))
         records = np.stack(lengths)
         room = np.minimum(budget * self.cfg.page_slots + self.cfg.tail, records)

@@ -1,4 +1,4 @@
-"""Sizes of the state in bytes, and whether they fit into the memory there is."""
+"""Sizes of the state and of a prompt in bytes, and whether they fit into the memory there is."""
 
 import dataclasses
 import gc
@@ -6,13 +6,17 @@ import math
 import os
 
 import jax
+import numpy as np
 import psutil
 
 from dhisparse_jax.config import MAX_PAGE_SLOTS, HierarchyConfig, Policy
+from dhisparse_jax.engine.compiled import Compiled
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HOST_KIND, HOST_LEAVES, abstract
+from dhisparse_jax.model import Params
+from dhisparse_jax.prefill import empty_prompt, padded_capacity
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Drafter
 
 PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -30,7 +34,7 @@ CPU_HOT_ROWS_PER_K = 4
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes of the parts of a state.
+    """Bytes of the parts of a state, and of what is beside it while a prompt is being prefilled.
 
     Attributes:
         host_bytes: host pools, and the copies of the index keys beside them.
@@ -41,6 +45,7 @@ class Sizes:
         table_bytes: slot maps, page tables and marks.
         draft_bytes: what the drafter keeps of every request.
         kept_bytes: what layers keep beside records and index keys.
+        prefill_bytes: the prompt that is in prefill; see `prompt_bytes`.
     """
 
     host_bytes: int
@@ -51,6 +56,7 @@ class Sizes:
     table_bytes: int
     draft_bytes: int = 0
     kept_bytes: int = 0
+    prefill_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -58,10 +64,11 @@ class Sizes:
         return sum(dataclasses.astuple(self)) - self.host_bytes
 
 
-def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
-    """Bytes of a state of these sizes."""
-    size = lambda leaf: math.prod(leaf.shape) * leaf.dtype.itemsize
-    state = abstract(cfg)
+def sizes(
+    cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter, prefill_bytes: int = 0
+) -> Sizes:
+    """Bytes of a state of these sizes, with a prompt of so many bytes beside it."""
+    size, state = _bytes, abstract(cfg)
     regions = [_regions(cfg, number) for number in range(len(cfg.hot_pools))]
     hot, tail, staging = (sum(column) for column in zip(*regions, strict=True))
     in_host = [getattr(pool, name) for pool in state.pools for name in HOST_LEAVES]
@@ -72,7 +79,28 @@ def sizes(cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter) -> Sizes:
     tables = every - host - index - hot - tail - staging - beside
     ring = jax.eval_shape(lambda: drafter.init(cfg.requests))
     draft = sum(size(leaf) for leaf in jax.tree.leaves(ring))
-    return Sizes(host, hot, tail, staging, index, tables, draft, beside)
+    return Sizes(host, hot, tail, staging, index, tables, draft, beside, prefill_bytes)
+
+
+def prompt_bytes(cfg: HierarchyConfig, compiled: Compiled, params: Params) -> int:
+    """Bytes of a prompt in prefill, whatever its length: arrays have room for the whole capacity.
+
+    They are its hidden states, with what a drafter reads of them, and its records and index keys in
+    one pool, here the largest.
+    """
+    chunk = compiled.chunk
+    tokens = jax.ShapeDtypeStruct((padded_capacity(cfg, chunk),), np.int32)
+    hidden = jax.eval_shape(compiled.embed, params, tokens, np.int32(0))
+    pools = [
+        jax.eval_shape(lambda pool=pool: empty_prompt(cfg, pool, chunk))
+        for pool in range(cfg.pools)
+    ]
+    size = lambda tree: sum(map(_bytes, jax.tree.leaves(tree)))
+    return size(hidden) + max(map(size, pools))
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _regions(cfg: HierarchyConfig, number: int) -> tuple[int, int, int]:
@@ -143,7 +171,7 @@ def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:
 
 
 def _smaller_device(cfg: HierarchyConfig, needed: Sizes, batch: int) -> str:
-    """The largest part of the device memory of a state, and what makes it smaller."""
+    """The largest part of the device memory that is needed, and what makes it smaller."""
     hot = "use --policy adaptive"
     if cfg.policy is not Policy.RESIDENT:
         hot = f"lower --hot-rows (now {cfg.hot_rows})"
@@ -155,6 +183,7 @@ def _smaller_device(cfg: HierarchyConfig, needed: Sizes, batch: int) -> str:
         (needed.index_bytes, "index keys", f"{room}, use --index-format fp8"),
         (needed.table_bytes + needed.kept_bytes, "tables and windows", room),
         (beside, "tails, staging and the draft", block if cfg.queries > 1 else hot),
+        (needed.prefill_bytes, "a prompt in prefill", room),
     ]
     size, name, remedy = max(parts)
     return f"{gib(size)} of it are {name}: {remedy}, or lower --batch (now {batch})"
@@ -166,26 +195,30 @@ def gib(size: int) -> str:
 
 
 def check_memory(
-    cfg: HierarchyConfig, drafter: Drafter = NO_DRAFT.drafter, devices: int = 1
+    cfg: HierarchyConfig,
+    drafter: Drafter = NO_DRAFT.drafter,
+    devices: int = 1,
+    prefill_bytes: int = 0,
 ) -> Sizes:
-    """The sizes of the state of one device, if it fits.
+    """The sizes of the state of one device, if it fits with a prompt beside it.
 
     Args:
         cfg: sizes of its hierarchy.
         drafter: of its draft.
         devices: how many like it are beside each other in one host memory, this one included.
+        prefill_bytes: of a prompt in prefill.
 
     Raises:
         UserError: with what is needed, what there is, and what to change.
     """
-    needed = sizes(cfg, drafter)
+    needed = sizes(cfg, drafter, prefill_bytes)
     on_cpu, batch = jax.default_backend() == "cpu", devices * cfg.requests
     free = free_device_bytes()
     device_bytes = needed.device_bytes * (devices if on_cpu else 1)
     if device_bytes > free:
         raise UserError(
-            f"the {cfg.policy.value} state needs {gib(device_bytes)} of device memory, "
-            f"{gib(free)} are free; {_smaller_device(cfg, needed, batch)}"
+            f"the {cfg.policy.value} state and a prompt in prefill need {gib(device_bytes)} of "
+            f"device memory, {gib(free)} are free; {_smaller_device(cfg, needed, batch)}"
         )
     together = devices * needed.host_bytes + (device_bytes if on_cpu else 0)
     free = free_host_bytes()

@@ -41,6 +41,8 @@ class Session:
         records: host records by position, per pool.
         keys: index keys by position, per pool.
         ring: what the drafter kept of the row: leaves whose first axis has one row.
+        imported: whether it began with KV that was computed elsewhere, which is for no other
+            request.
     """
 
     model: str
@@ -51,6 +53,7 @@ class Session:
     records: tuple[Int[np.ndarray, "n _"], ...]
     keys: tuple[HostKeys, ...]
     ring: tuple[np.ndarray, ...]
+    imported: bool
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -113,11 +116,14 @@ def imported(
 ) -> Session:
     """A session of KV computed elsewhere: that of all tokens of the prompt but the last.
 
+    No other request ever reads it, whatever becomes of this one.
+
     Args:
         model: `Machine.model_id` of the model that the records are of.
         request: its prompt has n + 1 tokens; the last one is read by the first step.
-        records: packed rows by position, per pool: layers side by side, padded to whole records.
-        keys: index keys by position, per pool.
+        records: packed rows by position, per pool, int32: layers side by side, padded to whole
+            records.
+        keys: index keys by position, per pool, as they are stored.
     """
     return Session(
         model=model,
@@ -128,6 +134,7 @@ def imported(
         records=tuple(records),
         keys=tuple(keys),
         ring=(),
+        imported=True,
     )
 
 
@@ -135,7 +142,8 @@ def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
     """Whether a session can go on in an engine.
 
     Raises:
-        UserError: it is of another model, or damaged, or too long, or no session can.
+        UserError: it is of another model, or its arrays have other shapes or dtypes, or it is too
+            long, or no session can.
     """
     cfg.geometry.check_movable("a session")
     name, length = session.request.name, len(session.text) - 1
@@ -151,11 +159,22 @@ def check_session(session: Session, model: str, cfg: HierarchyConfig) -> None:
             f"{name}: the session has {length} positions and the token after them, the context is "
             f"{cfg.capacity}; it must be at least {length + 2}"
         )
-    shapes = lambda *arrays: tuple(leaf.shape for leaf in jax.tree.leaves(arrays))
-    wanted = [
-        ((length, *cfg.record_shape(pool)), *shapes(key_shapes(cfg.geometry, length)))
-        for pool in range(cfg.pools)
-    ]
-    found = [shapes(pool, keys) for pool, keys in zip(session.records, session.keys)]  # noqa: B905  # compared below
-    if found != wanted or len(session.records) != len(session.keys):
-        raise UserError(f"{name}: records and keys have shapes {found}; needed are {wanted}")
+    counts = len(session.records), len(session.keys)
+    if counts != (cfg.pools, cfg.pools):
+        raise UserError(
+            f"{name}: there are records and keys of {counts[0]} and {counts[1]} pools; the model "
+            f"has {cfg.pools}"
+        )
+    for pool in range(cfg.pools):
+        records = jax.ShapeDtypeStruct((length, *cfg.record_shape(pool)), np.int32)
+        wanted = _named(records, key_shapes(cfg.geometry, length))
+        found = _named(session.records[pool], session.keys[pool])
+        if found != wanted:
+            raise UserError(
+                f"{name}: records and keys of pool {pool} are {found}; needed are {wanted}"
+            )
+
+
+def _named(*arrays: object) -> str:
+    """Dtypes and shapes, as a person reads them: `int32[9, 32] float32[9, 8]`."""
+    return " ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(arrays))

@@ -46,11 +46,13 @@ class Holding:
         pages: in the order of its positions.
         copied: the page that it copies from until its prompt is prefilled.
         text: number of its text, which others can share; None before its prompt is prefilled.
+        private: whether nobody may share its text.
     """
 
     pages: Pages
     copied: Pages
     text: int | None = None
+    private: bool = False
 
 
 class _Plan(NamedTuple):
@@ -134,13 +136,16 @@ class Sharing:
         """What the request of a row holds."""
         return self._rows[row]
 
-    def enter(self, row: int, prompt: Sequence[int], positions: int) -> Entry:
+    def enter(
+        self, row: int, prompt: Sequence[int], positions: int, *, private: bool = False
+    ) -> Entry:
         """Give a row the pages for a request.
 
         Args:
             row: without a request.
             prompt: whose first positions may be shared; empty if nothing is to be.
             positions: that the request commits at most, its prompt included.
+            private: whether nobody may share what it has.
 
         Raises:
             UserError: it does not fit.
@@ -157,7 +162,7 @@ class Sharing:
         while self.pages.free < plan.fresh:
             self._forget(next(iter(self._finished)))
         mine = np.concatenate([plan.source[: plan.whole], self.pages.take(plan.fresh)])
-        self._rows[row] = Holding(mine, plan.source[plan.whole :])
+        self._rows[row] = Holding(pages=mine, copied=plan.source[plan.whole :], private=private)
         return Entry(
             pages=self.table(self._rows[row]),
             source=self._padded(plan.source),
@@ -171,12 +176,12 @@ class Sharing:
         return Entry(pages=none, source=none, shared=_given(0), kept=_given(0))
 
     def has(self, row: int, text: Sequence[int]) -> None:
-        """These tokens are in the row's pages: others can share them now."""
+        """These tokens are in the row's pages: others can share them now, but not private ones."""
         holding = self._rows[row]
         self.pages.drop(holding.copied)
         holding.copied = _NOTHING
         self._refused.clear()
-        if not self._shares:
+        if holding.private or not self._shares:
             return
         if holding.text is None:
             holding.text = next(self._numbers)

@@ -27,11 +27,12 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.sampling import Sampling
 from pallas_kernels.index_scores.types import ScaledKeys
 
-FORMAT = 1
+FORMAT = 2
 """The version of what is written; another one is refused."""
 
 _HEAD, _ARRAYS = "session.json", "arrays"
 _LISTS = ("records", "keys", "ring")
+_PLAIN = ("model", "draft", "draw", "produced", "imported")
 _FULL = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota exceeded")
 
 
@@ -109,7 +110,7 @@ def _array(arrays: dict[str, Any], name: str) -> np.ndarray | ScaledKeys:
 
 def _head(session: Session) -> dict[str, Any]:
     counts = {name: len(getattr(session, name)) for name in _LISTS}
-    plain = {name: getattr(session, name) for name in ("model", "draft", "draw", "produced")}
+    plain = {name: getattr(session, name) for name in _PLAIN}
     return {"format": FORMAT, "request": dataclasses.asdict(session.request), **plain, **counts}
 
 
@@ -132,6 +133,7 @@ def _session(head: dict[str, Any], arrays: dict[str, np.ndarray]) -> Session:
         request=request,
         draw=head["draw"],
         produced=tuple(head["produced"]),
+        imported=head["imported"],
         **lists,
     )
 

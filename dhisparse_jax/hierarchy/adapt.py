@@ -72,13 +72,20 @@ class Holders(NamedTuple):
 
 
 def adapt(state: HierarchyState, cfg: HierarchyConfig) -> HierarchyState:
-    """Set the budgets of the next step from the load of this one; identity unless `adaptive`."""
+    """Set the budgets of the next step from the load of this one; identity unless `adaptive`.
+
+    A step says nothing of who selected nothing in it: a request in prefill keeps what is expected
+    of it, and so its pages, however many steps others take meanwhile. One that is done keeps its
+    own for the dispatches that are under way, until `leave` gives them all back.
+    """
+    took_part = state.counts.selected > 0
     fetched = state.counts.fetched.astype(jnp.float32)
     miss_rate = DECAY * state.miss_rate + (1.0 - DECAY) * fetched
+    miss_rate = jnp.where(took_part, miss_rate, state.miss_rate)
     state = dataclasses.replace(state, miss_rate=jnp.where(state.active[None], miss_rate, 0.0))
     if cfg.policy is not Policy.ADAPTIVE:
         return state
-    state = dataclasses.replace(state, benefit=learn(state.benefit, cfg))
+    state = dataclasses.replace(state, benefit=learn(state.benefit, cfg, took_part))
     target: dict[int, Int[Array, " R"]] = {}
     for number, pools in enumerate(cfg.hot_pools):
         low, high = watermarks(state, cfg, number)

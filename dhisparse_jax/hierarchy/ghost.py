@@ -14,7 +14,7 @@ What a release takes away is not remembered: the plan's evictions alone are in t
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.hierarchy.state import Benefit, HierarchyState
@@ -82,13 +82,13 @@ def forget(benefit: Benefit, request: Int[Array, ""]) -> Benefit:
     )
 
 
-def learn(benefit: Benefit, cfg: HierarchyConfig) -> Benefit:
-    """Add the last step to the sums."""
+def learn(benefit: Benefit, cfg: HierarchyConfig, took_part: Bool[Array, "pools R"]) -> Benefit:
+    """Add the last step to the sums of those who took part in it."""
     looked = benefit.looked.astype(jnp.float32) / cfg.page_slots
+    refetched = benefit.refetched.astype(jnp.float32)
+    added = lambda past, last: jnp.where(took_part, DECAY * past + last, past)
     return dataclasses.replace(
-        benefit,
-        tried=DECAY * benefit.tried + looked,
-        saved=DECAY * benefit.saved + benefit.refetched.astype(jnp.float32),
+        benefit, tried=added(benefit.tried, looked), saved=added(benefit.saved, refetched)
     )
 
 

@@ -72,7 +72,8 @@ def _with_page_lists(
 
 
 def _none_freed(state: HierarchyState) -> tuple[Bool[Array, " _"], ...]:
-    return tuple(jnp.zeros(hot.owner.shape, jnp.bool_) for hot in state.hot)
+    """No page, by the owners: `jax.shard_map` takes a constant for the same on all devices."""
+    return tuple(hot.owner < NO_SLOT for hot in state.hot)
 
 
 def _released(

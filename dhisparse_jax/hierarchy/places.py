@@ -30,13 +30,26 @@ Axis = str | tuple[str, ...]
 def partition_specs(cfg: HierarchyConfig, axis: Axis) -> HierarchyState:
     """How the state is split over the devices of a mesh axis, for `jax.shard_map`.
 
+    On a GPU or TPU, give `jax.shard_map` also `check_vma=False`: JAX does not check what its Pallas
+    kernels return.
+
     Args:
         cfg: sizes of the hierarchy of one device.
         axis: name of the mesh axis, or of several.
 
     Returns:
         The state with a `PartitionSpec` in place of each array.
+
+    Examples:
+        Tokens `[8, 1]` for a step, four rows on each of two devices:
+
+            cfg = HierarchyConfig(..., requests=4)
+            state, specs = plugin.init(cfg, mesh, "data"), plugin.partition_specs(cfg, "data")
+            split = (specs, PartitionSpec("data"))
+            step = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+            state, logits = jax.jit(step, donate_argnums=0)(state, tokens)
     """
+    check_config(cfg)
 
     def spec(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = name_of(path)
@@ -48,7 +61,7 @@ def partition_specs(cfg: HierarchyConfig, axis: Axis) -> HierarchyState:
 
 
 def abstract(
-    cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None
+    cfg: HierarchyConfig, mesh: Mesh | None = None, axis: Axis | None = None
 ) -> HierarchyState:
     """Shapes, dtypes and shardings of the state, as `init` makes it.
 
@@ -64,8 +77,10 @@ def abstract(
         The state with a `jax.ShapeDtypeStruct` in place of each array.
 
     Raises:
-        UserError: one of mesh and axis is given without the other.
+        UserError: one of mesh and axis is given without the other, the mesh has no such axis, or
+            `cfg` is something else.
     """
+    check_config(cfg)
     mesh, axis = _split(mesh, axis) or (_one_device(), "all")
     host = states.host_sharding(mesh.devices.flat[0]).memory_kind
 
@@ -81,8 +96,14 @@ def abstract(
     return jax.tree_util.tree_map_with_path(placed, states.abstract(cfg), specs)
 
 
-def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None) -> HierarchyState:
-    """An empty hierarchy: no request, no record. Arguments and errors as in `abstract`."""
+def init(
+    cfg: HierarchyConfig, mesh: Mesh | None = None, axis: Axis | None = None
+) -> HierarchyState:
+    """An empty hierarchy: no request, no record. Arguments and errors as in `abstract`.
+
+    Over a mesh, every device has `cfg.requests` rows; `partition_specs` has an example.
+    """
+    check_config(cfg)
     split = _split(mesh, axis)
     if split is None:
         return states.init(cfg)
@@ -100,7 +121,13 @@ def init(cfg: HierarchyConfig, mesh: Mesh | None = None, axis: str | None = None
     return jax.tree_util.tree_map_with_path(allocate, abstract(cfg, *split))
 
 
-def _split(mesh: Mesh | None, axis: str | None) -> tuple[Mesh, str] | None:
+def check_config(cfg: object) -> None:
+    """Whether these are sizes of a hierarchy. Raises UserError where they are not."""
+    if not isinstance(cfg, HierarchyConfig):
+        raise UserError(f"cfg is a {type(cfg).__name__}; it must be a HierarchyConfig")
+
+
+def _split(mesh: Mesh | None, axis: Axis | None) -> tuple[Mesh, Axis] | None:
     """Devices, and the axis that requests are split over; None for one device."""
     if mesh is None and axis is None:
         return None
@@ -111,6 +138,9 @@ def _split(mesh: Mesh | None, axis: str | None) -> tuple[Mesh, str] | None:
             f"there is a mesh of {mesh.size} devices, but no axis that requests are split over: "
             f"give one of {', '.join(map(repr, mesh.axis_names))}, or no mesh"
         )
+    for name in (axis,) if isinstance(axis, str) else axis:
+        if name not in mesh.axis_names:
+            raise UserError(f"the mesh has no axis {name!r}; its axes are {mesh.axis_names}")
     return mesh, axis
 
 

@@ -6,6 +6,7 @@ TPU the words of a record have two dimensions (`pallas_kernels.common.record_lay
 `NO_SLOT` (-1) marks what is empty in every index table.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dhisparse_jax.config import HierarchyConfig
+from dhisparse_jax.geometry import Geometry
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.formats import key_shapes
 from dhisparse_jax.pytree import state
@@ -91,7 +93,8 @@ class Benefit:
             them. None unless the policy is adaptive.
         looked: ghost positions that the last step could have fetched again.
         refetched: how many of them it did.
-        tried: sum of `looked` in pages, page-steps, past steps weighing less and less.
+        tried: sum of `looked` in pages, page-steps, past steps weighing less and less, over the
+            steps that the request took part in.
         saved: sum of `refetched`, likewise; in proportion to what is held now.
     """
 
@@ -116,12 +119,13 @@ class HierarchyState:
         budget: pages that each request holds in each pool.
         hot_records: records of each request that have a hot slot in each pool: what one would count
             in `slot_of`, which is as large as the history.
-        miss_rate: fetched records per step, a moving average.
+        miss_rate: fetched records per step that the request took part in, a moving average.
         benefit: what a page more would have saved.
         counts: what this step's plans found, per pool and request.
         selection: positions that this step's queries select, NO_SLOT fills up, the last ones where
             a pool is selected from several times. None unless selections are recorded.
         step: steps so far, plus one; a step counts once more for every further selection.
+        geometry: what it was made for; static. No other reads its bytes as they were written.
     """
 
     pools: tuple[PoolState, ...]
@@ -136,6 +140,7 @@ class HierarchyState:
     counts: PlanCounts
     selection: Int[Array, "pools R T K"] | None
     step: Int[Array, ""]
+    geometry: Geometry = dataclasses.field(metadata={"static": True})
 
 
 def host_sharding(device: jax.Device | None = None) -> SingleDeviceSharding:
@@ -189,6 +194,7 @@ def abstract(cfg: HierarchyConfig) -> HierarchyState:
         counts=PlanCounts(*(per_pool for _ in PlanCounts._fields)),
         selection=_unless_empty((cfg.pools, r, cfg.queries, cfg.recorded)),
         step=shape((), i32),
+        geometry=cfg.geometry,
     )
 
 

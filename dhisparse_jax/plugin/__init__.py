@@ -5,7 +5,8 @@ A model declares what it keeps of a token (`RowFormat`) and which layers share a
 through its layers; its jitted step begins with `begin_step` and ends with `end_step`.
 
 step        begin_step, select, attend, read, end_step
-prompt      admit: a request with the rows of its prompt
+opened      a step that has begun
+prompt      admit: a request with the rows of its prompt; leave
 rows        rows of a format as arrays, and as what is stored
 choice      selections that the model makes itself
 sizes       whether a state has the sizes that it is said to have
@@ -47,10 +48,10 @@ Examples:
 from dhisparse_jax.hierarchy.places import abstract as abstract
 from dhisparse_jax.hierarchy.places import init as init
 from dhisparse_jax.hierarchy.places import partition_specs as partition_specs
-from dhisparse_jax.hierarchy.requests import leave as leave
+from dhisparse_jax.plugin.opened import OpenStep as OpenStep
 from dhisparse_jax.plugin.prompt import admit as admit
+from dhisparse_jax.plugin.prompt import leave as leave
 from dhisparse_jax.plugin.rows import Rows as Rows
-from dhisparse_jax.plugin.step import OpenStep as OpenStep
 from dhisparse_jax.plugin.step import Selected as Selected
 from dhisparse_jax.plugin.step import attend as attend
 from dhisparse_jax.plugin.step import begin_step as begin_step

@@ -7,6 +7,7 @@ from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
+from dhisparse_jax.plugin.rows import shape_of
 from pallas_kernels.common.ids import INT32_MAX, NO_SLOT, masked
 
 Choice = IndexInputs | Shaped[Array, "..."]
@@ -35,6 +36,18 @@ def check_index(cfg: HierarchyConfig, index: IndexInputs) -> None:
     ):
         if found != wanted:
             raise UserError(f"index {name} have shape {found}; they must have {wanted}")
+        if not jnp.issubdtype(getattr(index, name).dtype, jnp.floating):
+            raise UserError(f"index {name} are {getattr(index, name).dtype}; they must be floats")
+
+
+def not_finite(index: IndexInputs) -> Bool[Array, "R T"]:
+    """Tokens whose queries, weights or keys are infinite or no numbers: nothing scores by them."""
+    assert index.keys is not None  # checked
+    parts = jnp.isfinite(index.queries), jnp.isfinite(index.weights), jnp.isfinite(index.keys)
+    first, *others = (part.all(axis=tuple(range(2, part.ndim))) for part in parts)
+    for other in others:
+        first = first & other
+    return ~first
 
 
 def own_selection(
@@ -53,9 +66,10 @@ def own_selection(
         UserError: it has not the shape or dtype of a selection, or more than K positions.
     """
     most = cfg.geometry.top_k
-    if chosen.ndim != 3 or chosen.shape[:2] != positions.shape or chosen.dtype != jnp.int32:
-        wanted = f"int32 {(*positions.shape, most)}"
-        raise UserError(f"a selection is {wanted}, not {chosen.dtype} {chosen.shape}")
+    shape, wanted = shape_of("selected positions", chosen), f"int32 {(*positions.shape, most)}"
+    if len(shape) != 3 or shape[:2] != positions.shape or chosen.dtype != jnp.int32:
+        raise UserError(f"a selection is {wanted}, not {chosen.dtype} {shape}")
+    chosen = jnp.asarray(chosen)
     if chosen.shape[2] > most:
         raise UserError(f"a query selects {chosen.shape[2]} positions; top_k is {most}: raise it")
     visible = (chosen >= 0) & (chosen <= positions[..., None])

@@ -1,23 +1,29 @@
-"""A request comes: with the rows of its prompt, which the model computed as it likes."""
+"""A request comes, with the rows of its prompt, which the model computed as it likes; and leaves.
 
-from collections.abc import Sequence
+A program cannot refuse what only values show. A request that cannot come as it is said to leaves
+nothing of what was in its row, and its row is full: all that it attends to is NaN.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import checkify
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.hierarchy import layout
+from dhisparse_jax.hierarchy import layout, requests
 from dhisparse_jax.hierarchy.admit import admit_prompt
 from dhisparse_jax.hierarchy.formats import AnyKeys, no_keys, stored_keys, stored_rows
-from dhisparse_jax.hierarchy.requests import join
 from dhisparse_jax.hierarchy.state import HierarchyState
 from dhisparse_jax.plugin.rows import Rows, flat, shape_of
-from dhisparse_jax.plugin.sizes import check_state
+from dhisparse_jax.plugin.sizes import check_state, row_of, scalar
 from pallas_kernels.common.record_layout import placed_words
+
+_Given = TypeVar("_Given")
 
 
 def admit(
@@ -32,7 +38,8 @@ def admit(
 
     Run it under `jit`, with the state donated; prompts that are padded to one P share a program.
     Without rows the request starts at position 0, and its prompt can go through the model's own
-    decode step. The row is free again after `leave`.
+    decode step. The row is free again after `leave`. A row that was taken is taken from whoever had
+    it, and gives NaN, as one does whose `length` cannot be, or whose index keys are no numbers.
 
     Args:
         state: the hierarchy.
@@ -48,21 +55,16 @@ def admit(
             layers, keys not those of all groups, one of them is not as the geometry says, or the
             prompt is longer than the capacity.
     """
-    geometry = cfg.geometry
-    size, length = _sizes(cfg, rows, keys, length)
     check_state(state, cfg)
-    if isinstance(request, int | np.integer) and not 0 <= request < cfg.requests:
-        raise UserError(f"there is no row {request}; there are {cfg.requests} requests")
-    request = jnp.asarray(request, jnp.int32)
-    checkify.debug_check(
-        (request >= 0) & (request < cfg.requests),
-        f"there is no row {{}}; there are {cfg.requests} requests",
-        request,
-    )
-    checkify.debug_check(
-        ~state.active[request], "row {} is taken: `leave` comes before `admit`", request
-    )
-    state = join(state, cfg, request, length)
+    geometry = cfg.geometry
+    rows, keys = _listed("rows", "layers", rows), _listed("index keys", "groups", keys)
+    size, length, possible = _sizes(cfg, rows, keys, length)
+    request, there = row_of(request, cfg)
+    free = ~state.active[request]
+    checkify.debug_check(free, "row {} is taken: `leave` comes before `admit`", request)
+    state = requests.leave(state, cfg, request)
+    full = jnp.where(there & free & possible, length, cfg.capacity)
+    state = requests.join(state, cfg, request, full)
     layer = 0
     for pool, layers in enumerate(geometry.layers_per_pool):
         mine = rows[layer : layer + layers]
@@ -78,13 +80,44 @@ def admit(
     return state
 
 
+def leave(
+    state: HierarchyState, cfg: HierarchyConfig, request: Int[Array, ""] | int
+) -> HierarchyState:
+    """Free the row of a request: its pages come back, its records are forgotten.
+
+    Of a row that is free already nothing changes, and neither does anything for a row that only its
+    value shows not to be there; `checkify` names both. Run it under `jit`, with the state donated.
+
+    Args:
+        state: the hierarchy.
+        cfg: its sizes; static.
+        request: row of the request.
+
+    Raises:
+        UserError: the state is of other sizes, or there is no such row.
+    """
+    check_state(state, cfg)
+    row, there = row_of(request, cfg)
+    taken = ~there | state.active[row]
+    checkify.debug_check(taken, "row {} is free: there is nobody who could leave", row)
+    beyond = jnp.int32(cfg.requests)  # what is written there is dropped
+    return requests.leave(state, cfg, jnp.where(there, row, beyond))
+
+
+def _listed(what: str, of: str, given: Iterable[_Given]) -> tuple[_Given, ...]:
+    """What is given for each layer or group. Raises UserError where it is one array."""
+    if hasattr(given, "shape"):
+        raise UserError(f"{what} are one array; give a list, with those of all {of}")
+    return tuple(given)
+
+
 def _sizes(
     cfg: HierarchyConfig,
     rows: Sequence[Rows],
     keys: Sequence[Float[Array, "P index"]],
     length: Int[Array, ""] | int | None,
-) -> tuple[int, Int[Array, ""]]:
-    """P and the length, of a prompt that is complete."""
+) -> tuple[int, Int[Array, ""], Bool[Array, ""]]:
+    """P, the length, and whether that can be, of a prompt that is complete."""
     layers, groups = sum(cfg.geometry.layers_per_pool), cfg.pools
     if not rows and (keys or (length is not None and not (isinstance(length, int) and not length))):
         raise UserError("a prompt without rows: give those of all layers, or start at length 0")
@@ -100,15 +133,21 @@ def _sizes(
         if shape_of("index keys of a group", key) != (size, cfg.geometry.index_width):
             shape = (size, cfg.geometry.index_width)
             raise UserError(f"index keys have shape {key.shape}; they must have {shape}")
-    count = int(length) if isinstance(length, int | np.integer) else size
-    if not 0 <= count <= size <= cfg.capacity:
+    count = length if isinstance(length, int | np.integer) else size
+    if size > cfg.capacity:
         raise UserError(
-            f"a prompt of {count} positions in {size} rows; the capacity is {cfg.capacity}"
+            f"a prompt has {size} rows, padding included, and the capacity is {cfg.capacity}"
         )
-    given = jnp.asarray(size if length is None else length, jnp.int32)
-    possible = jnp.clip(given, 0, size)
-    checkify.debug_check(possible == given, f"a length of {{}} in {size} rows", given)
-    return size, possible
+    if not 0 <= count <= size:
+        raise UserError(f"a prompt has a length of {count}, and {size} rows")
+    given = scalar("length", size if length is None else length)
+    possible = (given >= 0) & (given <= size)
+    checkify.debug_check(possible, f"a length of {{}} in {size} rows", given)
+    for group, key in enumerate(keys):
+        finite = jnp.isfinite(key).all(axis=-1) | (jnp.arange(size) >= given)
+        checkify.debug_check(finite.all(), f"index keys of group {group} are no numbers")
+        possible = possible & finite.all()
+    return size, jnp.clip(given, 0, size), possible
 
 
 def _keys(cfg: HierarchyConfig, keys: Float[Array, "P index"] | None) -> AnyKeys:

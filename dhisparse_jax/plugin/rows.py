@@ -1,5 +1,8 @@
 """Rows as a model has them, and as one run of numbers, which is what is stored."""
 
+from typing import Never
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
@@ -20,19 +23,34 @@ def flat(row: RowFormat, rows: Rows, lead: tuple[int, ...]) -> Shaped[Array, "*n
         lead: shape of their leading axes.
 
     Raises:
-        UserError: they do not have the format.
+        UserError: they do not have the format, or a gradient is asked of them.
     """
     if row.kv_heads is None:
         if isinstance(rows, tuple):
             raise UserError(f"rows are one array of {row.width} numbers, not {len(rows)} arrays")
         _check("rows", rows, (*lead, row.width), row)
-        return rows
+        return _without_gradient(rows)
     if not isinstance(rows, tuple) or len(rows) != 2:
         raise UserError("rows of keys and values are a pair of arrays: (keys, values)")
     keys, values = rows
     _check("keys", keys, (*lead, row.kv_heads, row.query_width), row)
     _check("values", values, (*lead, row.kv_heads, row.value_width), row)
-    return jnp.concatenate((values, keys), axis=-1).reshape(*lead, row.width)
+    numbers = jnp.concatenate((values, keys), axis=-1).reshape(*lead, row.width)
+    return _without_gradient(numbers)
+
+
+@jax.custom_jvp
+def _without_gradient(numbers: Shaped[Array, "*n width"]) -> Shaped[Array, "*n width"]:
+    return numbers
+
+
+@_without_gradient.defjvp
+def _refused(*_: object) -> Never:
+    """A gradient would be that of everything but the rows, and nobody would see it."""
+    raise UserError(
+        "rows are stored as bytes and have no gradient; differentiate the model without a "
+        "hierarchy, or give it jax.lax.stop_gradient(row)"
+    )
 
 
 def unflat(row: RowFormat, numbers: Shaped[Array, "*n width"]) -> Rows:

@@ -11,7 +11,6 @@ structure within a group whose layers are scanned over:
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
@@ -22,44 +21,16 @@ from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import group as groups
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.append import append_row, query_positions
-from dhisparse_jax.hierarchy.group import OpenGroup
 from dhisparse_jax.hierarchy.layout import Layer
 from dhisparse_jax.hierarchy.retrieve import Attended
-from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState
-from dhisparse_jax.plugin.choice import Choice, check_index, own_selection
-from dhisparse_jax.plugin.rows import Rows, flat, unflat
+from dhisparse_jax.plugin.choice import Choice
+from dhisparse_jax.plugin.opened import OpenStep, check_open, enter, group_of, layers_of, open_
+from dhisparse_jax.plugin.rows import Rows, flat, shape_of, unflat
 from dhisparse_jax.plugin.sizes import check_state
-from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.common.ids import NO_SLOT
 from pallas_kernels.common.rows import gather_words, unpack
 from pallas_kernels.common.scaled_rows import ScaledRow
 from pallas_kernels.common.scaled_rows import decode as decode_rows
-
-_STATIC = {"static": True}
-
-
-@pytree
-class OpenStep:
-    """A step that has begun. Hand it from layer to layer; `positions` is for the model to read.
-
-    Attributes:
-        positions: int32 position of every new token.
-        wrong: queries that selected what they do not see, or are beyond the capacity.
-        history: the hierarchy, or its open group.
-        cfg: sizes of the hierarchy; static.
-        group: number of the open group, NO_SLOT before the first; static.
-        opened: groups that have selected; static.
-        written: layers whose rows were given, and `~n` for a layer n that a scan may give; static.
-    """
-
-    positions: Int[Array, "R T"]
-    wrong: Bool[Array, "R T"]
-    history: HierarchyState | OpenGroup
-    cfg: HierarchyConfig = dataclasses.field(metadata=_STATIC)
-    group: int = dataclasses.field(default=NO_SLOT, metadata=_STATIC)
-    opened: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
-    written: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
 
 class Selected(NamedTuple):
@@ -86,10 +57,12 @@ def begin_step(state: HierarchyState, cfg: HierarchyConfig) -> OpenStep:
     Raises:
         UserError: the geometry is that of a compressed history, or the state is of other sizes.
     """
+    if isinstance(state, OpenStep):
+        raise UserError("a step has begun already: `end_step` comes before the next one")
+    check_state(state, cfg)
     geometry = cfg.geometry
     if geometry.kept or geometry.rates or geometry.candidates:
         raise UserError("rates, kept and candidates of a Geometry are for models that are served")
-    check_state(state, cfg)
     positions = query_positions(state, cfg)
     checkify.debug_check(
         state.active.any(), "a step without a request: admit one before the first step"
@@ -101,7 +74,8 @@ def begin_step(state: HierarchyState, cfg: HierarchyConfig) -> OpenStep:
         full,
     )
     beyond = state.active[:, None] & (positions >= cfg.capacity)
-    return OpenStep(positions=positions, wrong=beyond, history=state, cfg=cfg)
+    none = jnp.zeros(sum(geometry.layers_per_pool), bool)
+    return OpenStep(positions=positions, wrong=beyond, given=none, history=state, cfg=cfg)
 
 
 def select(step: OpenStep, group: int, choice: Choice) -> OpenStep:
@@ -113,16 +87,18 @@ def select(step: OpenStep, group: int, choice: Choice) -> OpenStep:
     Args:
         step: the step.
         group: which group, from 0.
-        choice: see `Choice`; positions up to each query's own, itself included.
+        choice: see `Choice`; positions up to each query's own, itself included. One that is named
+            twice counts once.
 
     Raises:
         UserError: there is no such group, it has selected already, or the choice has another shape
             than the geometry says.
     """
-    scanned = tuple(~layer for layer in _layers(step.cfg, group))  # by which numbers is not known
-    opened = _open(step, group, choice)
-    history = groups.close_group(_group_of(opened), step.cfg, group)
-    complete = dataclasses.replace(_group_of(opened), state=history, complete=True)
+    check_open(step)
+    scanned = tuple(~layer for layer in layers_of(step.cfg, group))  # by which numbers is not known
+    opened = open_(step, group, choice)
+    history = groups.close_group(group_of(opened), step.cfg, group)
+    complete = dataclasses.replace(group_of(opened), state=history, complete=True)
     return dataclasses.replace(opened, history=complete, written=(*opened.written, *scanned))
 
 
@@ -137,13 +113,15 @@ def attend(
 
     Args:
         step: the step.
-        layer: number of the layer in the model, from 0. An array in a scan over the layers of a
-            group that has selected; numbers outside of the group are not detected there.
+        layer: number of the layer in the model, from 0. An int32 array in a scan over the layers of
+            a group that has selected; what comes of a number outside of it, or of one that has
+            been, is NaN.
         row: rows of the new tokens: MLA `[R, T, width]`; GQA keys `[R, T, heads, key]` and values
-            `[R, T, heads, value]`.
+            `[R, T, heads, value]`. They are stored as bytes, and have no gradient.
         query: queries `[R, T, H, key]`; of MLA absorbed ones, as wide as a row. Query head h reads
             head `h // (H / heads)` of the rows.
-        select: what the first layer of a group selects, for all of it; None in the others.
+        select: what the first layer of a group selects, for all of it; None in the others. A
+            position that is named twice counts once.
 
     Returns:
         `values [R, T, H, value]`: `softmax(scale * query . key) . value` over the selected rows in
@@ -151,14 +129,19 @@ def attend(
         other rows can be merged; and the step to go on with.
 
     Raises:
-        UserError: the layer cannot come now, or an array is not as the geometry says.
+        UserError: the layer cannot come now, an array is not as the geometry says, or a gradient is
+            asked of the rows.
     """
-    new = step.positions.shape
-    if query.ndim != 4 or query.shape[:2] != new:
-        raise UserError(f"queries have shape {query.shape}; it must be {(*new, 'heads', 'key')}")
-    step, place = _enter(step, layer, select)
+    check_open(step)
+    new, shape = step.positions.shape, shape_of("queries", query)
+    if len(shape) != 4 or shape[:2] != new:
+        wanted = f"({new[0]}, {new[1]}, heads, key)"
+        raise UserError(f"queries have shape {shape}; they must have {wanted}")
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise UserError(f"queries are {query.dtype}, and so would be values; they must be floats")
+    step, place = enter(step, layer, select)
     row = flat(step.cfg.geometry.row, row, new)
-    attended, group = groups.attend(_group_of(step), step.cfg, step.group, place, row, query)
+    attended, group = groups.attend(group_of(step), step.cfg, step.group, place, row, query)
     values = jnp.where(step.wrong[..., None, None], jnp.nan, attended.values)
     return attended._replace(values=values), dataclasses.replace(step, history=group)
 
@@ -180,10 +163,11 @@ def read(
     Raises:
         UserError: see `attend`.
     """
-    step, place = _enter(step, layer, select)
+    check_open(step)
+    step, place = enter(step, layer, select)
     cfg, row_format = step.cfg, step.cfg.geometry.row
     row = flat(row_format, row, step.positions.shape)
-    group = _group_of(step)
+    group = group_of(step)
     state = append_row(groups.close_group(group, cfg, step.group), cfg, step.group, place, row)
     number, _ = cfg.hot_pool_of(step.group)
     location, words = group.plan.location, row_format.words
@@ -205,95 +189,45 @@ def read(
 def end_step(step: OpenStep, accepted: Int[Array, " R"] | None = None) -> HierarchyState:
     """Keep the new tokens, back their records up, and set the budgets of the next step.
 
+    Where a scan left out a layer of its group, which only values show, rows of the new tokens are
+    missing: all requests are full then, and give NaN from the next step on.
+
     Args:
         step: the step, after the last layer.
         accepted: int32 how many of the T tokens of each request stay, the first ones; None: all.
-            What the others wrote is never read. Less than 0 is 0, more than T is T.
+            What the others wrote is never read. Less than 0 is 0, more than T is T; and no more
+            stay than the capacity has room for: queries beyond it got NaN.
 
     Raises:
         UserError: a layer has kept nothing in this step, or `accepted` has another form.
     """
+    check_open(step)
     cfg = step.cfg
     kept = {max(layer, ~layer) for layer in step.written}
     missing = sorted(set(range(sum(cfg.geometry.layers_per_pool))) - kept)
     if missing:
         raise UserError(
-            f"layers {missing} kept no rows in this step; layers_per_pool "
-            f"{cfg.geometry.layers_per_pool} says that there are as many"
+            f"layers {missing} of layers_per_pool {cfg.geometry.layers_per_pool} kept no rows in "
+            "this step: each calls attend or read, and hands on the step that it returns"
         )
-    state = groups.close_group(_group_of(step), cfg, step.group)
+    state = groups.close_group(group_of(step), cfg, step.group)
     if accepted is None:
         accepted = jnp.full(cfg.requests, cfg.queries, jnp.int32)
-    if accepted.shape != (cfg.requests,) or accepted.dtype != jnp.int32:
-        raise UserError(
-            f"accepted is {accepted.dtype} {accepted.shape}; it must be int32 ({cfg.requests},)"
-        )
+    shape = shape_of("accepted numbers", accepted)
+    if shape != (cfg.requests,) or accepted.dtype != jnp.int32:
+        raise UserError(f"accepted is {accepted.dtype} {shape}; it must be int32 ({cfg.requests},)")
     possible = jnp.clip(accepted, 0, cfg.queries)
     checkify.debug_check(
         (possible == accepted).all(), f"accepted is not in the range 0 to {cfg.queries}"
     )
-    return decode.finish_step(state, cfg, possible)
-
-
-def _layers(cfg: HierarchyConfig, group: int) -> range:
-    """Numbers of the layers of a group."""
-    sizes = cfg.geometry.layers_per_pool
-    if not 0 <= group < len(sizes):
-        raise UserError(f"there is no group {group}; there are {len(sizes)}")
-    return range(sum(sizes[:group]), sum(sizes[: group + 1]))
-
-
-def _group_with(cfg: HierarchyConfig, layer: int) -> int:
-    """The group of a layer."""
-    for group in range(cfg.pools):
-        if layer in _layers(cfg, group):
-            return group
-    sizes = cfg.geometry.layers_per_pool
-    raise UserError(f"there is no layer {layer}; layers_per_pool {sizes} has {sum(sizes)}")
-
-
-def _group_of(step: OpenStep) -> OpenGroup:
-    if not isinstance(step.history, OpenGroup):
-        raise UserError("no group has selected yet; the first layer of each gives `select`")
-    return step.history
-
-
-def _enter(step: OpenStep, layer: Layer, choice: Choice | None) -> tuple[OpenStep, Layer]:
-    """The step with the group of a layer open, and the place of the layer in it."""
-    if not isinstance(layer, int):
-        if choice is not None:
-            raise UserError("layers that are scanned over select before the scan: call `select`")
-        _group_of(step)
-        return step, layer - _layers(step.cfg, step.group)[0]
-    group = _group_with(step.cfg, layer)
-    if choice is not None:
-        step = _open(step, group, choice)
-    elif group != step.group:
-        raise UserError(f"layer {layer} is the first one of group {group}; it must select")
-    if layer in step.written:
-        raise UserError(f"layer {layer} has kept its rows in this step; a layer does it once")
-    written = (*step.written, layer)
-    return dataclasses.replace(step, written=written), layer - _layers(step.cfg, group)[0]
-
-
-def _open(step: OpenStep, group: int, choice: Choice) -> OpenStep:
-    """The step with a group open, and the one before it closed."""
-    cfg, state = step.cfg, step.history
-    if group in step.opened:
-        raise UserError(f"group {group} has selected in this step; only its first layer does")
-    if isinstance(state, OpenGroup):
-        state = groups.close_group(state, cfg, step.group)
-    wrong = step.wrong
-    if isinstance(choice, IndexInputs):
-        check_index(cfg, choice)
-        opened = groups.open_group(state, cfg, group, choice)
-    else:
-        with jax.named_scope("select"):
-            selection, unseen = own_selection(state, cfg, step.positions, choice)
-        checkify.debug_check(
-            ~unseen.any(), f"group {group} selects positions that a query does not see"
-        )
-        opened, wrong = groups.open_selected(state, cfg, group, selection), wrong | unseen
-    return dataclasses.replace(
-        step, history=opened, wrong=wrong, group=group, opened=(*step.opened, group)
+    after = jnp.where(state.active, state.length + possible, 0).max()
+    checkify.debug_check(
+        after <= cfg.capacity,
+        f"a request would keep {{}} positions, and the capacity is {cfg.capacity}: accept fewer",
+        after,
     )
+    whole = step.given.all()
+    checkify.debug_check(whole, "a scan over the layers of a group left one of them out")
+    state = decode.finish_step(state, cfg, possible)
+    full = jnp.where(state.active & ~whole, cfg.capacity, state.length)
+    return dataclasses.replace(state, length=full)

@@ -9,7 +9,7 @@ from dhisparse_jax.configs.values import config_of
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.deepseek_v4.hf_config import DRAFTER
 from dhisparse_jax.models.deepseek_v41.hf_config import flat_config
-from dhisparse_jax.models.hf_config import integer, refuse_other, refuse_unknown
+from dhisparse_jax.models.entries import integer, refuse_other, refuse_unknown
 
 # Our name: the published name.
 _SIZES = {

@@ -7,17 +7,14 @@ from dhisparse_jax.configs.deepseek_v4 import ALL, SELECTED, WINDOW, V4Config
 from dhisparse_jax.configs.rope import Yarn
 from dhisparse_jax.configs.values import config_of
 from dhisparse_jax.errors import UserError, renamed
-from dhisparse_jax.models.hf_config import (
-    WITHOUT_EFFECT,
-    eos_ids,
+from dhisparse_jax.models.entries import (
     integer,
     number,
     read_sizes,
     refuse_other,
     refuse_unknown,
-    rope_theta,
-    yarn,
 )
+from dhisparse_jax.models.hf_config import WITHOUT_EFFECT, eos_ids, rope_theta, yarn
 
 # Our name: the published name; of all models since DeepSeek-V4.
 SIZES = {

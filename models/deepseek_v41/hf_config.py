@@ -7,16 +7,14 @@ from dhisparse_jax.configs.deepseek_v41 import V41Config
 from dhisparse_jax.configs.values import config_of
 from dhisparse_jax.errors import UserError, renamed
 from dhisparse_jax.models.deepseek_v4.hf_config import DRAFTER, FIXED, NAMES, REPEATED, SIZES
-from dhisparse_jax.models.hf_config import (
-    eos_ids,
+from dhisparse_jax.models.entries import (
     integer,
     number,
     read_sizes,
     refuse_other,
     refuse_unknown,
-    rope_theta,
-    yarn,
 )
+from dhisparse_jax.models.hf_config import eos_ids, rope_theta, yarn
 
 TEXT = "text_config"
 

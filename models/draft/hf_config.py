@@ -16,7 +16,8 @@ from dhisparse_jax.models.draft.config import (
     MarkovKind,
     SelectorConfig,
 )
-from dhisparse_jax.models.hf_config import integer, number, rope_theta
+from dhisparse_jax.models.entries import integer, number
+from dhisparse_jax.models.hf_config import rope_theta
 
 _ARCHITECTURES: dict[str, Kind] = {
     "DFlashDraftModel": "dflash",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.audit.findings import Difference, Level
-from dhisparse_jax.audit.greedy import compare_tokens, write
+from dhisparse_jax.audit.greedy import Written, compare_tokens, count_proposals, write
 from dhisparse_jax.audit.levels import (
     Levels,
     Subjects,
@@ -27,11 +27,11 @@ from dhisparse_jax.audit.observe import Subject
 from dhisparse_jax.audit.outputs import compare_outputs
 from dhisparse_jax.audit.records import Sizes, compare_records
 from dhisparse_jax.audit.rehearsed import Rehearsed, rehearsed
-from dhisparse_jax.audit.sampled import asking, draw_tokens, enumerate_rule
+from dhisparse_jax.audit.sampled import _chi_square, asking, draw_tokens, enumerate_rule
 from dhisparse_jax.hierarchy import group, layout, retrieve
 from dhisparse_jax.hierarchy.invariants import host_rows
 from dhisparse_jax.speculation import accept as rules
-from tests.support.mutants import always, own_row, soft_as_hard
+from tests.support.mutants import always, best_after_all, one_chance, own_row, soft_as_hard
 from tests.support.serving import drafted, engine, is_idle, model, request
 
 REQUESTS = [request(40, 24, seed=1), request(5, 20, seed=2), request(33, 24, seed=3)]
@@ -49,7 +49,8 @@ def subjects():
     texts = written_texts(plain, REQUESTS, CHECK)
     draft = rehearsed(model()[0].vocabulary, [text.tokens for text in texts], 3)
     audited = Subject(drafted("fixed", 4, draft))
-    return Subjects(plain, audited, Subject(engine("resident", 1, queries=4))), texts
+    like = Subject(engine("resident", 1, queries=4))
+    return Subjects(plain, audited, like, audited.engine), texts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -316,7 +317,8 @@ def test_another_greedy_token_is_named(monkeypatch):
     monkeypatch.setattr(served.compiled, "step", faulty)
     level = Level("E2")
     written = write(served, REQUESTS)
-    compare_tokens(REQUESTS, [text.tokens[text.prompt :] for text in texts], written, level)
+    new = [text.tokens[text.prompt :] for text in texts]
+    compare_tokens(REQUESTS, new, written, level, "without a draft")
     assert level.first.request == NAMES[1]
     assert level.first.step == STEP + 1
     new = texts[1].tokens[texts[1].prompt :]
@@ -354,7 +356,12 @@ def sampling(check):
     return level
 
 
-MUTANTS = [("remainder", own_row), ("standing", soft_as_hard), ("standing", always)]
+MUTANTS = [
+    ("remainder", own_row),
+    ("remainder", best_after_all),
+    ("standing", soft_as_hard),
+    ("standing", always),
+]
 
 
 @pytest.mark.parametrize(
@@ -369,11 +376,17 @@ def test_a_biased_acceptance_is_named(monkeypatch, name, mutant):
     assert level.first.step == 1
 
 
-def test_a_biased_acceptance_shows_in_what_is_drawn(monkeypatch):
-    monkeypatch.setattr(rules, "standing", always)
+@pytest.mark.parametrize(
+    ("name", "mutant", "place"),
+    [("standing", always, 0), ("standing", one_chance, 1)],
+)
+def test_a_biased_acceptance_shows_in_what_is_drawn(monkeypatch, name, mutant, place):
+    """In the first place of a block that is wrong: the first of all, or of those after it."""
+    monkeypatch.setattr(rules, name, mutant)
     level = sampling(draw_tokens)
     assert level.first.what == "what is drawn has not the model's distribution"
-    assert level.first.request in NAMES
+    row = NAMES.index(level.first.request)
+    assert level.first.position == len(REQUESTS[row].prompt) + 1 + place
 
 
 class Liar(Rehearsed):
@@ -432,9 +445,31 @@ def test_a_sound_engine_holds_every_promise():
     assert e0.counts["fetched records"] > 100
     assert e0.counts["rows fetched by the engine"] > 100
     assert e0.counts["positions compared with a prefill"] == e1.counts["tokens"] == 24 + 20 + 24
-    assert e2.counts["tokens"] == 24 + 20 + 24
+    assert e2.counts["tokens written"] == 24 + 20 + 24
     assert e2.counts["proposals accepted"] > 10
     assert e2.counts["proposals rejected"] > 0
     assert e3.counts["positions enumerated"] == 3 * 3
     assert is_idle(of.audited.engine)
     assert is_idle(of.resident.engine)
+
+
+def test_tokens_without_a_verified_block_prove_nothing_of_a_draft():
+    level = Level("E2")
+    for mine, verdict in ((5, "untried"), (6, "REFUTED")):
+        written = Written([[mine]], [[0]])
+        compare_tokens(REQUESTS[:1], [[5]], written, level, "without a draft")
+        count_proposals(written, level)
+        assert level.verdict == verdict
+    assert level.untried.startswith("no block was verified")
+
+
+def test_a_small_vocabulary_is_counted_too():
+    """Where no token is so rare that it is put together with others."""
+    p = np.array([0.25, 0.75])
+    fair, biased = (np.repeat([0, 1], counts) for counts in ((500, 1500), (900, 1100)))
+    assert _chi_square(fair, p) == (0.0, 2)
+    statistic, cells = _chi_square(biased, p)
+    assert cells == 2
+    assert statistic == pytest.approx(400**2 / 500 + 400**2 / 1500)
+    assert _chi_square(fair, np.array([1.0, 0.0]))[0] > 1000  # what the model never says
+    assert _chi_square(np.zeros(0, int), p)[1] < 2

@@ -208,8 +208,8 @@ def test_a_recording_that_cannot_be_written_is_not_kept(tmp_path, monkeypatch):
             return super().write(data)
 
     with output.open() as file:
-        name = file.name
-    monkeypatch.setattr(output, "open", lambda: io.BufferedWriter(Full(name, "wb"), 64))
+        descriptor = os.dup(file.fileno())
+    monkeypatch.setattr(output, "open", lambda: io.BufferedWriter(Full(descriptor, "wb"), 64))
     with pytest.raises(OSError, match="No space"), recorded(served, output):
         result = run(served, REQUESTS)
     output.discard()

@@ -5,9 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from dhisparse_jax.audit import levels
 from dhisparse_jax.audit.findings import Difference
+from dhisparse_jax.audit.lockstep import Text
 from dhisparse_jax.cli import audit as command
+from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import session
+from dhisparse_jax.cli.format_options import FormatOptions
+from dhisparse_jax.engine.request import Request
+from dhisparse_jax.hierarchy import group
 from tests.cli.conftest import Fake
 from tests.support.toy_model import toy
 
@@ -68,7 +74,7 @@ def test_progress_goes_to_standard_error(run, compared, prompt, monkeypatch):
     monkeypatch.setattr(command, "subjects_of", subjects_of)
     monkeypatch.setattr("dhisparse_jax.audit.levels.audit", compare)
     result = run("audit", "-p", prompt("a.txt", b"text"))
-    assert [line.split()[0] for line in result.err.splitlines()] == ["continuing", "E2:", "E0,"]
+    assert [line.split()[0] for line in result.err.splitlines()] == ["continuing", "E0,", "E0,"]
 
 
 def test_what_is_refuted_is_named_and_fails(run, compared, prompt, tmp_path):
@@ -133,28 +139,81 @@ def test_a_text_that_does_not_fit_is_refused(run, fake, prompt):
     assert "take 65 positions; tiny has a context of 64" in error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["adaptive", "fixed"])
-def test_a_small_model_without_a_draft_is_proved(run, prompt, monkeypatch, policy, tmp_path):
-    """The whole command on a toy model, whose tokens are bytes modulo its vocabulary."""
+@pytest.fixture
+def toy_loaded(monkeypatch):
+    """A toy model, whose tokens are bytes modulo its vocabulary."""
     model, params = toy(layers_per_pool=(1, 2), context=128)
-    tokenizer = SimpleNamespace(encode=lambda data: tuple(byte % 61 for byte in data))
     loaded = SimpleNamespace(
         name="toy",
         model=model,
         params=params,
-        tokenizer=tokenizer,
+        tokenizer=SimpleNamespace(encode=lambda data: tuple(byte % 61 for byte in data)),
         context=128,
         eos=(),
         mesh=None,
     )
     monkeypatch.setattr(session, "load_model", lambda *_, **__: loaded)
+    return loaded
+
+
+def test_without_a_draft_the_program_without_one_is_audited(toy_loaded, monkeypatch):
+    """One query; the draft that knows the texts is of another engine, which E0 and E1 leave out."""
+    text = Text("a.txt", (1, 2, 3, 4), 3)
+    monkeypatch.setattr(levels, "written_texts", lambda *_: [text])
+    options = command.AuditOptions(
+        model="toy",
+        dtype=opt.DtypeName.FLOAT32,
+        formats=FormatOptions(None, None),
+        prompt_files=(),
+        new_tokens=1,
+        hierarchy=opt.HierarchyOptions(opt.PolicyName.FIXED, None, None, dispatch_steps=1),
+        draft=opt.DraftOptions(),
+    )
+    asked = Request(name="a.txt", prompt=(1, 2, 3), max_new_tokens=1)
+    subjects, _ = command.subjects_of(options, toy_loaded, [asked], lambda: None)
+    audited = subjects.audited.engine
+    assert (audited.cfg.queries, audited.drafter.length) == (1, 0)
+    assert subjects.resident.engine is subjects.plain
+    assert audited.cfg.policy == subjects.drafted.cfg.policy == "fixed"
+    assert (subjects.drafted.cfg.queries, subjects.drafted.drafter.length) == (4, 3)
+
+
+def audit_toy(run, prompt, policy, path):
     texts = prompt("a.txt", b"a text that is longer than a selection"), prompt("b.txt", b"short")
-    path = tmp_path / "audit.json"
     files = [word for text in texts for word in ("-p", text)]
     result = run("audit", "toy", *files, "-n", 12, "--policy", policy, "--json", path)
+    return result, json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("toy_loaded")
+def test_a_fault_of_one_query_is_found_without_a_draft(run, prompt, monkeypatch, tmp_path):
+    """Attention that runs together with the retrieval is a little off, for one query alone."""
+    right = group.retrieve_attend
+
+    def wrong(state, cfg, pool, layer, plan, selection, query):
+        attended, state = right(state, cfg, pool, layer, plan, selection, query)
+        off = 1e-6 * (query.shape[1] == 1 and cfg.policy == "fixed")
+        return attended._replace(values=attended.values * (1.0 + off)), state
+
+    monkeypatch.setattr(group, "retrieve_attend", wrong)
+    result, document = audit_toy(run, prompt, "fixed", tmp_path / "audit.json")
+    assert result.code == 1
+    assert document["levels"][1]["verdict"] == "REFUTED"
+    assert document["levels"][1]["first"]["layer"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("toy_loaded")
+@pytest.mark.parametrize("policy", ["adaptive", "fixed"])
+def test_a_small_model_without_a_draft_is_proved(run, prompt, policy, tmp_path):
+    """The whole command."""
+    result, document = audit_toy(run, prompt, policy, tmp_path / "audit.json")
     assert result.code == 0, result.out.decode()
-    document = json.loads(path.read_text())
+    assert b"E2 and E3 with a draft of 3 tokens" in result.out
+    assert document["rehearsed"] == 3
     assert {level["verdict"] for level in document["levels"]} == {"proved"}
     assert document["levels"][0]["counts"]["fetched records"] > 0
-    assert document["levels"][2]["counts"]["tokens"] == 24
+    written = [level["counts"].get("tokens written") for level in document["levels"]]
+    assert written == [None, 24, 24, None]
+    assert document["levels"][2]["counts"]["proposals accepted"] > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dhisparse_jax.cli.options import DraftOptions, PolicyName
+from dhisparse_jax.cli.report import OutputFile
 from tests.cli.fake_engine import FakeLoaded
 from tests.support import small_v4, small_v41
 
@@ -104,12 +105,47 @@ def test_document_can_go_to_a_device(run, fake, prompt):
     assert not os.path.isfile(os.devnull)
 
 
+def test_a_document_on_standard_output_is_alone_there(run, fake, prompt, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("decode", "-p", prompt("a", b"a"), "-p", prompt("b", b"b"), "-n", 3, "--json", "-")
+    assert json.loads(result.out)["metrics"]["output_tokens"] == 6
+    assert "selected rows" in result.err
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_nothing_lies_beside_the_document_while_it_is_not_written(run, fake, prompt, tmp_path):
     """So that `kill -9` leaves nothing."""
     seen = set()
     fake.engine.on_step = lambda step: seen.update(child.name for child in tmp_path.iterdir())
     assert run("decode", "-p", prompt("a", b"a"), "--json", tmp_path / "out.json").code == 0
     assert seen == {"a"}
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="this system has no files without a name")
+def test_nothing_lies_beside_a_recording_while_it_is_written(tmp_path):
+    path = tmp_path / "run.sel"
+    path.write_bytes(b"before")
+    output = OutputFile(path)
+    with output.open() as file:
+        file.write(b"some")
+        file.flush()
+        assert [child.name for child in tmp_path.iterdir()] == ["run.sel"]
+        output.keep()
+    assert path.read_bytes() == b"some"
+    output.open().close()
+    output.discard()
+    assert [child.name for child in tmp_path.iterdir()] == ["run.sel"]
+    assert path.read_bytes() == b"some"
+
+
+def test_a_document_is_whole_where_files_have_names_at_once(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    output = OutputFile(tmp_path / "out.json")
+    assert list(tmp_path.iterdir()) == []
+    output.write({"a": 1})
+    assert [child.name for child in tmp_path.iterdir()] == ["out.json"]
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": 1}
+    assert (tmp_path / "out.json").stat().st_mode & 0o400
 
 
 def test_failure_leaves_no_file_behind(run, fake, prompt, tmp_path):

@@ -82,6 +82,7 @@ def gpu(**changed):
             "pinned_limit_is_set": True,
         },
         "compilation_cache": "folder",
+        "compilation_cache_error": None,
         "kernels": [
             {"operation": "top_k", "format": "fp8", "backend": "triton", "why": "it can"},
         ],
@@ -114,6 +115,10 @@ def test_nothing_to_change():
         ({"devices": [{"memory_limit_bytes": 75 * GIB}]}, "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"),
         ({"kernels": [PLAIN]}, "top_k (fp8): runs as plain jnp, slowly, since K is large"),
         ({"compilation_cache": None}, machine.CACHE_VARIABLE),
+        (
+            {"compilation_cache_error": "Read-only file system"},
+            "is folder, where nothing can be kept (Read-only file system): set it to another",
+        ),
     ],
 )
 def test_what_to_change(changed, wanted):
@@ -130,3 +135,12 @@ def test_every_backend_has_a_meaning():
 
 def test_a_program_that_is_missing_says_nothing():
     assert machine.first_line("no-such-program-anywhere") == ""
+
+
+def test_folders_in_which_nothing_can_be_kept(tmp_path):
+    assert machine.unwritable(None) is machine.unwritable("gs://bucket/cache") is None
+    assert machine.unwritable(str(tmp_path / "a" / "b")) is None
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").touch()
+    assert machine.unwritable(str(tmp_path / "file")) == "File exists"
+    assert machine.unwritable(str(tmp_path / "file" / "a")) == "Not a directory"

@@ -29,6 +29,12 @@ def test_a_plan_is_printed_and_written(run, tmp_path):
     assert "tokens/s per GPU" in text
 
 
+def test_a_plan_on_standard_output_is_alone_there(run):
+    result = run(*SMALL, "--json", "-")
+    assert list(json.loads(result.out)["policies"]) == [policy.value for policy in Policy]
+    assert "GB of device memory" in result.err
+
+
 def test_a_policy_that_does_not_fit_has_no_speed(run, tmp_path):
     path = tmp_path / "plan.json"
     result = run("plan", "--context", 1_000_000, "--concurrency", 16, "--json", path)

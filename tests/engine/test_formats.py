@@ -200,7 +200,7 @@ def test_a_session_of_another_format_is_refused():
     drain(served)
     with pytest.raises(UserError, match="the session is of model"):
         engine("bfloat16", "fixed").resume(session)
-    with pytest.raises(UserError, match="records and keys have shapes"):
+    with pytest.raises(UserError, match="records and keys of pool 0 are"):
         check_session(session, session.model, config("bfloat16", "fixed"))
 
 

@@ -281,7 +281,7 @@ def test_sessions_that_do_not_fit():
         served.save(number)
     with pytest.raises(UserError, match="session is of model nobody, this is"):
         served.resume(dataclasses.replace(session, model="nobody"))
-    with pytest.raises(UserError, match="records and keys have shapes"):
+    with pytest.raises(UserError, match="records and keys of 2 and 1 pools; the model has 2"):
         served.resume(dataclasses.replace(session, keys=session.keys[:1]))
     assert_baseline(served)
 

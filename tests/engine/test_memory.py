@@ -1,6 +1,7 @@
 """Sizes are those of the arrays, and too little memory is a clear message."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from dhisparse_jax.engine.memory import Sizes, check_memory, default_hot_rows, s
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import layout
 from dhisparse_jax.hierarchy.state import HOST_KIND, host_sharding, init
-from tests.support.serving import POLICIES, config, engine, model
+from tests.support.serving import POLICIES, config, engine, model, prompt
 
 
 def size(tree):
@@ -40,7 +41,38 @@ def test_regions_by_hand():
 
 
 def test_engine_reports_its_sizes():
-    assert engine("fixed", 4).sizes == sizes(config("fixed", 4))
+    found = engine("fixed", 4).sizes
+    assert found == sizes(config("fixed", 4), prefill_bytes=found.prefill_bytes)
+
+
+def test_a_prompt_by_hand():
+    """96 positions of 24 float32 numbers and a token id; 112 records and keys of one pool."""
+    hidden, group = 96 * (4 * 24 + 4) + 4, 112 * (128 + 4 * 6) + 4
+    assert engine("fixed", 4).sizes.prefill_bytes == hidden + group
+
+
+def test_a_prompt_takes_as_much_as_is_counted(monkeypatch):
+    """The most of all arrays that there are in a prefill, beside those before it."""
+    served = engine("fixed", 4)
+    begin, most = served.compiled.begin_prompt, []
+    here = lambda: sum(array.nbytes for array in jax.live_arrays())
+
+    def measured(*arguments):
+        prompt = begin(*arguments)
+        most.append(here())
+        return prompt
+
+    monkeypatch.setattr(served.compiled, "begin_prompt", measured)
+    list(served.prefill(0, 0, prompt(40)))
+    served.leave(0)
+    most.clear()
+    gc.collect()
+    before = here()
+    pieces = served.prefill(0, 0, prompt(40))
+    for _ in pieces:
+        most.append(here())
+    assert max(most) - before == served.sizes.prefill_bytes
+    served.leave(0)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -59,7 +91,7 @@ def test_too_little_device_memory(monkeypatch):
     cfg = config("fixed", 4)
     needed = sizes(cfg).device_bytes
     monkeypatch.setattr(memory, "free_device_bytes", lambda: needed - 1)
-    with pytest.raises(UserError, match=r"fixed state needs .* of device memory.*lower --batch"):
+    with pytest.raises(UserError, match=r"state and a prompt .* need .* of device.*lower --batch"):
         check_memory(cfg)
     monkeypatch.setattr(memory, "free_device_bytes", lambda: needed)
     assert check_memory(cfg) == sizes(cfg)
@@ -72,6 +104,10 @@ def test_too_little_device_memory(monkeypatch):
         ("index_bytes", r"index keys: shorten the texts \(room for 96 .* --index-format fp8, or"),
         ("table_bytes", "tables and windows: shorten the texts"),
         ("staging_bytes", r"use a shorter --draft-length \(now 3\) or --draft none"),
+        (
+            "prefill_bytes",
+            r"of it are a prompt in prefill: shorten the texts \(room for 96",
+        ),
     ],
 )
 def test_what_needs_most_says_what_to_change(monkeypatch, part, remedy):

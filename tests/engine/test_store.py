@@ -13,6 +13,7 @@ import pytest
 
 from dhisparse_jax.engine import store
 from dhisparse_jax.engine.engine import Engine
+from dhisparse_jax.engine.events import NewTokens, PrefillProgress
 from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.session import Session, fingerprint, imported
 from dhisparse_jax.engine.store import load_session, save_session
@@ -37,6 +38,7 @@ def small(produced=(5,)):
         records=(np.arange(96, dtype=np.int32).reshape(3, 32),),
         keys=(np.ones((3, 6), jax.dtypes.bfloat16),),
         ring=(np.zeros((1, 2), np.float32),),
+        imported=False,
     )
 
 
@@ -90,26 +92,74 @@ def test_other_weights_are_another_model():
         stranger.resume(session)
 
 
-def test_imported_history_is_continued(tmp_path):
-    """KV of a prompt but its last token, taken from another engine's host pools by hand."""
-    asked = request(20, 12, seed=1)
+def taken(asked):
+    """KV of a prompt but its last token, from an engine's host pools by hand."""
     source = engine("resident", 1)
     number = source.submit(dataclasses.replace(asked, prompt=asked.prompt[:-1]))
     list(source.advance())
     row = next(n for n, job in enumerate(source._roster.rows) if job is not None)
     state, size = jax.device_get(source.state), len(asked.prompt) - 1
     rows = host_rows(source.cfg, state)[row, :size]
-    session = imported(
-        source.model_id,
-        asked,
-        [pool.host[rows] for pool in state.pools],
-        [pool.index_keys[row, :size] for pool in state.pools],
-    )
     source.cancel(number)
     drain(source)
+    records = [pool.host[rows] for pool in state.pools]
+    return records, [pool.index_keys[row, :size] for pool in state.pools]
+
+
+def test_imported_history_is_continued():
+    asked = request(20, 12, seed=1)
+    session = imported(engine("resident", 1).model_id, asked, *taken(asked))
     for served in (engine(*POLICIES["fixed"]), drafted("fixed", 4, toy_draft())):
         resumed = served.resume(session)
         assert drain(served).tokens[resumed] == alone(asked)
+
+
+def test_imported_history_is_nobody_elses(tmp_path):
+    """KV of another text under the tokens of this one, also when it is saved and comes back."""
+    asked = request(20, 12, seed=1)
+    served = engine(*POLICIES["fixed"])
+    session = imported(served.model_id, asked, *taken(request(20, 12, seed=2)))
+    for _ in range(2):
+        number, heard = served.resume(session), Heard()
+        for _ in range(3):
+            for event in served.advance():
+                heard.add(event)
+        save_session(tmp_path, served.save(number))
+        drain(served, heard)
+        assert heard.tokens[number] != alone(asked)[-len(heard.tokens[number]) :]
+        session = load_session(tmp_path)
+        number = served.submit(asked)
+        assert drain(served).tokens[number] == alone(asked)
+        served.sharing.forget()
+
+
+def test_a_session_of_the_model_is_shared():
+    """19 of 20 tokens of the prompt are there: one chunk in place of two, in both pools."""
+    asked = request(20, 12, seed=1)
+    served, other = engine(*POLICIES["fixed"]), engine(*POLICIES["adaptive"])
+    number = served.submit(asked)
+    list(served.advance())
+    session = served.save(number)
+    drain(served)
+    other.resume(session)
+    drain(other)
+    number, events = other.submit(asked), []
+    while not other.idle:
+        events.extend(other.advance())
+    assert {event.total for event in events if isinstance(event, PrefillProgress)} == {2}
+    found = [event.tokens for event in events if isinstance(event, NewTokens)]
+    assert [token for tokens in found for token in tokens] == alone(asked)
+
+
+@pytest.mark.parametrize(("part", "kind"), [("records", np.float32), ("keys", np.float64)])
+def test_imported_history_has_the_dtypes_of_the_model(part, kind):
+    """Numbers in place of words are as wide as words, and were read as words: 0.5 as 0."""
+    asked, served = request(20, 12, seed=1), engine(*POLICIES["fixed"])
+    session = imported(served.model_id, asked, *taken(asked))
+    wrong = tuple(array.astype(kind) for array in getattr(session, part))
+    object.__setattr__(session, part, wrong)  # types are checked at run time in tests alone
+    with pytest.raises(UserError, match=rf"pool 0 are .*{np.dtype(kind)}.*; needed are int32\["):
+        served.resume(session)
 
 
 class Whole(np.ndarray):
@@ -187,7 +237,7 @@ def test_refused(tmp_path):
     save_session(tmp_path, small())
     head = tmp_path / "1" / "session.json"
     head.write_text(json.dumps(json.loads(head.read_text()) | {"format": 0}))
-    with pytest.raises(UserError, match="of format 0, this is 1"):
+    with pytest.raises(UserError, match="of format 0, this is 2"):
         load_session(tmp_path)
     head.write_text("{")
     with pytest.raises(UserError, match="is damaged"):

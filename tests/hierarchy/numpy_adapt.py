@@ -36,12 +36,20 @@ class Controller:
         self.refetched[pool, request] = len(ghosts) - len(stay)
         self.ghosts[pool, request] = (evicted + stay)[: self.sizes.ghosts]
 
-    def learn(self, fetched, active):
-        """One step has ended in which so many records were fetched."""
-        self.miss_rate = np.where(active, DECAY * self.miss_rate + (1 - DECAY) * fetched, 0.0)
-        if self.sizes.adaptive:
-            self.tried = DECAY * self.tried + self.looked / self.sizes.page
-            self.saved = DECAY * self.saved + self.refetched
+    def learn(self, selected, fetched, active):
+        """One step has ended in which so many records were selected and fetched.
+
+        It says nothing of who has selected nothing.
+        """
+        for pool, row in np.argwhere(selected > 0):
+            rate = DECAY * self.miss_rate[pool, row] + (1 - DECAY) * fetched[pool, row]
+            self.miss_rate[pool, row] = rate
+            if self.sizes.adaptive:
+                seen = self.looked[pool, row] / self.sizes.page
+                self.tried[pool, row] = DECAY * self.tried[pool, row] + seen
+                back = self.refetched[pool, row]
+                self.saved[pool, row] = DECAY * self.saved[pool, row] + back
+        self.miss_rate = np.where(active, self.miss_rate, 0.0)
 
     def rescale(self, before, after):
         before, after = np.array(before), np.array(after)

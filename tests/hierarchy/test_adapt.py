@@ -65,16 +65,26 @@ def prepared(cfg, held, rates, lengths, saved, tried):
     return dataclasses.replace(state, miss_rate=rates[None], benefit=benefit, hot_records=full)
 
 
+def counted(state, selected, fetched):
+    """A state in whose last step so many records were selected and fetched."""
+    none = jnp.zeros_like(fetched)
+    counts = PlanCounts(*(leaf[None] for leaf in (selected, none, none, fetched, none)))
+    return dataclasses.replace(state, counts=counts)
+
+
 @cache
 def compiled(small):
     cfg = small.cfg
 
-    def run(held, rates, lengths, saved, tried, fetched):
+    def run(held, rates, lengths, saved, tried, selected, fetched):
         state = prepared(cfg, held, rates, lengths, saved, tried)
-        none = jnp.zeros((1, cfg.requests), jnp.int32)
-        state = dataclasses.replace(state, counts=PlanCounts(none, none, none, fetched[None], none))
-        state = adapt(state, cfg)
-        return state.budget[0], state.miss_rate[0], (state.hot[0].owner >= 0).sum()
+        state = adapt(counted(state, selected, fetched), cfg)
+        benefit = state.benefit
+        return (
+            state.budget[0],
+            (state.miss_rate[0], benefit.tried[0], benefit.saved[0]),
+            (state.hot[0].owner >= 0).sum(),
+        )
 
     return jax.jit(run)
 
@@ -102,7 +112,10 @@ def adapted(held, rates, lengths=None, *, saved=None, tried=None, small=None, **
     lengths = lengths or [LONG] * small.requests
     before = floats(rates) / DECAY
     sums = floats(saved or zeros) / DECAY, floats(tried or zeros) / DECAY
-    budget, _, owned = compiled(small)(ids(held), before, ids(lengths), *sums, ids(zeros))
+    took_part = ids([GEOMETRY.top_k] * small.requests)
+    budget, _, owned = compiled(small)(
+        ids(held), before, ids(lengths), *sums, took_part, ids(zeros)
+    )
     assert owned == budget.sum()
     return tuple(budget.tolist())
 
@@ -213,11 +226,41 @@ def test_other_policies_keep_their_budgets(policy):
 def test_miss_rate_is_a_moving_average_of_fetches():
     zeros = floats([0, 0, 0])
     rates, fetched = floats([2.0, 0.0, 7.0]), ids([4, 10, 0])
-    _, rate, _ = compiled(Small(moves=1))(
-        ids([3, 3, 0]), rates, ids([10, 10, 0]), zeros, zeros, fetched
+    _, (rate, _, _), _ = compiled(Small(moves=1))(
+        ids([3, 3, 0]), rates, ids([10, 10, 0]), zeros, zeros, ids([4, 4, 0]), fetched
     )
     wanted = [DECAY * 2 + (1 - DECAY) * 4, (1 - DECAY) * 10, 0]
     np.testing.assert_allclose(rate, wanted, rtol=1e-6)
+
+
+def test_a_step_says_nothing_of_who_takes_no_part():
+    """Row 1 is in prefill: what is known of it stays, to the bit. Row 2 is nobody's."""
+    known = floats([2.0, 5.0, 7.0]), floats([30.0, 40.0, 0.0]), floats([3.0, 6.0, 0.0])
+    rates, saved, tried = known
+    lengths, selected, fetched = ids([10, 10, 0]), ids([4, 0, 0]), ids([4, 0, 0])
+    _, after, _ = compiled(Small())(ids([3, 3, 0]), rates, lengths, saved, tried, selected, fetched)
+    assert [float(leaf[1]) for leaf in after] == [5.0, 6.0, 40.0]
+    assert [float(leaf[2]) for leaf in after] == [0.0, 0.0, 0.0]
+    wanted = [DECAY * 2 + (1 - DECAY) * 4, DECAY * 3, DECAY * 30]
+    np.testing.assert_allclose([leaf[0] for leaf in after], wanted, rtol=1e-6)
+
+
+def test_who_is_in_prefill_keeps_its_pages():
+    """200 steps of two others, who miss as much as is expected of the newcomer."""
+    cfg = Small().cfg
+    zeros, selected, fetched = floats([0, 0, 0]), ids([4, 4, 0]), ids([3, 3, 0])
+
+    def run(held, rates, lengths):
+        state = prepared(cfg, held, rates, lengths, zeros, zeros)
+        state = requests.join(state, cfg, jnp.int32(2), jnp.int32(LONG))
+
+        def step(_, state):
+            return adapt(counted(state, selected, fetched), cfg)
+
+        return state.budget[0], jax.lax.fori_loop(0, 200, step, state).budget[0]
+
+    before, after = jax.jit(run)(ids([5, 4, 0]), floats([3, 3, 0]), ids([LONG, LONG, 0]))
+    assert before.tolist() == after.tolist() == [3, 3, 3]
 
 
 LARGE = Small(requests=3, capacity=16384, hot_rows=2732, moves=4)

@@ -257,7 +257,7 @@ class Lockstep:
         before = model.budgets()
         seen, self.state = self.compiled.step(self.state, selections, rows, list(keys), accepted)
         seen = jax.device_get(seen)
-        fetched = np.zeros((cfg.pools, cfg.requests), np.float32)
+        selected, fetched = np.zeros((2, cfg.pools, cfg.requests))
         for pool, (planned, records) in enumerate(seen):
             for row in range(cfg.requests):
                 of_row = jax.tree.map(lambda leaf, row=row: leaf[row], planned)
@@ -269,9 +269,10 @@ class Lockstep:
                 self._append(pool, row, rows[pool], keys[pool])
                 check_plan(of_row, selection, expected)
                 self._check_records(pool, row, selection, records[row])
+                selected[pool, row] = len(expected.location)
                 fetched[pool, row] = len(expected.fetch)
         model.commit(accepted)
-        model.control.learn(fetched, np.array(model.active))
+        model.control.learn(selected, fetched, np.array(model.active))
         self._follow_budgets(before)
         self.compare()
         return seen

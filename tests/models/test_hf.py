@@ -3,6 +3,7 @@ import math
 import shutil
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,6 +14,7 @@ from dhisparse_jax.models.glm.dense import forward
 from dhisparse_jax.models.hf import load_hf
 from dhisparse_jax.models.hf_config import parse_config
 from dhisparse_jax.models.params import flatten, loses_nothing, params_of
+from dhisparse_jax.models.tensor_files import read_headers, read_rows
 from tests.support.small_glm import FIXTURE
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -183,6 +185,31 @@ def test_other_types_of_numbers_are_refused(checkpoint):
     assert_refused(checkpoint, f"model.safetensors: {NORM} is I32, not one of")
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_named(checkpoint, kind, value):
+    def poison(tensors):
+        tensors[NORM] = np.full_like(tensors[NORM], np.finfo(np.float16).min, kind)
+        tensors[NORM][5] = value
+
+    edit_tensors(checkpoint, poison)
+    number = "nan" if np.isnan(value) else str(value)
+    assert_refused(checkpoint, f"model.safetensors: {NORM} is {number} at [5]")
+
+
+def test_the_row_of_a_block_is_that_of_the_tensor(checkpoint):
+    name = "model.embed_tokens.weight"
+
+    def poison(tensors):
+        tensors[name][70, 3] = np.nan
+
+    edit_tensors(checkpoint, poison)
+    header = read_headers(checkpoint)[name]
+    read_rows(header, slice(0, 70))
+    with pytest.raises(UserError, match=r"embed_tokens.weight is nan at \[70, 3\]"):
+        read_rows(header, slice(64, 128))
+
+
 @pytest.mark.parametrize("kept", [0, 5, 1000, -3])
 def test_truncated_files_are_refused(checkpoint, kept):
     path = checkpoint / "model.safetensors"
@@ -227,6 +254,12 @@ def test_invalid_configuration_files_are_refused(checkpoint, text):
         ({"norm_topk_prob": "no"}, "norm_topk_prob is 'no', expected true or false"),
         ({"layer_types": [["indexed_attention"]] * 5}, "layer_types holds more than"),
         ({"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "only 1.0 is supported"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1,000,000,000; more than 10,000",
+        ),
+        ({"n_routed_experts": 10**9}, "n_routed_experts is 1,000,000,000"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1,000,000,000"),
         ({"rope_parameters": PLAIN | {"scale_base": 512}}, "may change what the model computes"),
     ],
 )

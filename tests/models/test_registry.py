@@ -1,5 +1,7 @@
 """Models by name: what `--model` takes, and what comes with the weights."""
 
+import shutil
+
 import pytest
 
 from dhisparse_jax.errors import UserError
@@ -45,3 +47,16 @@ def test_a_file_is_no_checkpoint(tmp_path):
     path.write_bytes(b"x")
     with pytest.raises(UserError, match="nor the folder of a checkpoint"):
         registry.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("write", "weights"), [(write_own, "params"), (write_published, "model.safetensors")]
+)
+def test_a_format_that_a_model_has_not_is_refused_before_its_weights_are_read(
+    tmp_path, write, weights
+):
+    write(tmp_path)
+    shutil.move(tmp_path / weights, tmp_path / "elsewhere")
+    (tmp_path / weights).mkdir()
+    with pytest.raises(UserError, match="kv_format is 'fp4', for which other models were trained"):
+        registry.load(str(tmp_path), kv_format="fp4")

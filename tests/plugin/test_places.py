@@ -111,12 +111,12 @@ SHARDED = """
 import jax, numpy as np
 from functools import partial
 from jax.sharding import PartitionSpec as P
-from dhisparse_jax import plugin
-from tests.support.plugged import admitted, sizes, unrolled
+from dhisparse_jax import Policy, plugin
+from tests.support.plugged import admitted, scanned, sizes, unrolled
 
 cfg, mesh = sizes(), jax.make_mesh((2,), ("data",))
 specs = plugin.partition_specs(cfg, "data")
-over = partial(jax.shard_map, mesh=mesh, check_vma=False)
+over = partial(jax.shard_map, mesh=mesh)  # which checks what differs between devices
 admit = jax.jit(over(partial(admitted, cfg=cfg), in_specs=(specs,), out_specs=specs))
 step = jax.jit(over(partial(unrolled, cfg=cfg), in_specs=(specs,), out_specs=(P("data"), specs)),
                donate_argnums=0)
@@ -129,6 +129,10 @@ for _ in range(2):
     np.testing.assert_array_equal(values, np.concatenate([wanted, wanted]))
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
         assert leaf.shape == like.shape and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+cfg = sizes(policy=Policy.ADAPTIVE)
+specs = plugin.partition_specs(cfg, "data")
+step_of = over(partial(scanned, cfg=cfg), in_specs=(specs,), out_specs=(P("data"), specs))
+jax.eval_shape(step_of, plugin.abstract(cfg, mesh, "data"))
 print(state.pools[0].host.sharding.memory_kind, step._cache_size())
 """
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from dhisparse_jax import RowFormat, plugin
+from dhisparse_jax import IndexInputs, RowFormat, plugin
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy import check_invariants
 from dhisparse_jax.hierarchy.heads import attend_slots
-from tests.support.plugged import TOP_K, admitted, choose, rows, scanned, sizes, unrolled
+from tests.support.plugged import TOP_K, admitted, choose, layer_of, rows, scanned, sizes, unrolled
 
 
 def run(step, cfg, steps=3):
@@ -43,6 +43,26 @@ def test_a_scan_over_layers_is_the_same_step():
         position = 17 - 3 * request + step
         wanted = sum(attended(position, layer) for layer in range(3))
         np.testing.assert_allclose(found[step, request, 0], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("of", ["row", "query"])
+def test_rows_have_no_gradient(of):
+    cfg = sizes()
+
+    @jax.checkpoint
+    def one(factor, step):
+        row = rows(step.positions, 0)
+        given = {"row": row, "query": row[:, :, None]}
+        given[of] = factor * given[of]
+        return plugin.attend(step, 0, **given, select=choose(step.positions))
+
+    loss = lambda factor, state: one(factor, plugin.begin_step(state, cfg))[0].values.sum()
+    slope = partial(jax.eval_shape, jax.grad(loss), 1.0, plugin.abstract(cfg))
+    if of == "query":
+        assert slope().dtype == jnp.float32
+        return
+    with pytest.raises(UserError, match="rows are stored as bytes and have no gradient"):
+        slope()
 
 
 def test_a_scanned_layer_has_a_branch_for_every_layer_and_none_for_padding():
@@ -119,6 +139,106 @@ def test_a_query_that_selects_what_it_does_not_see_gets_nan():
             error.throw()
 
 
+def test_a_request_that_cannot_come_gives_nan_and_harms_no_other():
+    cfg, step = one_layer()
+    step = jax.jit(step)
+
+    @jax.jit
+    def admit(state, row, length):
+        return plugin.admit(state, cfg, row, [rows(jnp.arange(20), 0)], length=length)
+
+    chosen = jnp.zeros((2, 1, 1), jnp.int32)
+    both = admit(admit(plugin.init(cfg), 0, 20), 1, 12)
+    wanted = np.asarray(step(both, chosen)[0])
+    for row, length, full in ((1, 9, 1), (2, 9, 1), (-1, 9, 0), (1, 21, 1), (1, -1, 1)):
+        state = both if row != 1 or length == 9 else plugin.leave(both, cfg, 1)
+        state = admit(state, row, length)
+        assert all(check_invariants(state, cfg).values())
+        values, state = step(state, chosen)
+        assert np.isnan(values[full]).all()
+        np.testing.assert_array_equal(values[1 - full], wanted[1 - full])
+        state = admit(plugin.leave(state, cfg, full), full, 12)
+        assert np.isfinite(step(state, chosen)[0]).all()
+
+
+def test_a_row_that_is_not_there_cannot_leave():
+    cfg, _ = one_layer()
+    leave = jax.jit(checkify.checkify(plugin.leave), static_argnums=1)
+    before = jax.jit(plugin.admit, static_argnums=(1, 2))(plugin.init(cfg), cfg, 1)
+    for row in (-1, 2):
+        error, state = leave(before, cfg, row)
+        with pytest.raises(checkify.JaxRuntimeError, match=f"there is no row {row}"):
+            error.throw()
+        assert state.active.tolist() == [False, True]
+    error, state = leave(before, cfg, 0)
+    with pytest.raises(checkify.JaxRuntimeError, match="row 0 is free"):
+        error.throw()
+    for after in (state, leave(before, cfg, 1)[1]):
+        assert all(check_invariants(after, cfg).values())
+
+
+def test_a_scan_that_leaves_a_layer_out_gives_nan():
+    cfg = sizes(groups=(2,), capacity=24)
+
+    def step(state, numbers):
+        step = plugin.begin_step(state, cfg)
+        step = plugin.select(step, 0, choose(step.positions))
+
+        def one(step, layer):
+            values, step = layer_of(step, layer)
+            return step, values
+
+        step, values = jax.lax.scan(one, step, numbers)
+        return values, plugin.end_step(step)
+
+    state = jax.jit(plugin.admit, static_argnums=(1, 2))(plugin.init(cfg), cfg, 0)
+    checked = jax.jit(checkify.checkify(step))
+    for numbers, wrong in (([0, 0], [1]), ([0, 2], [1]), ([-1, 0], [0])):
+        error, (values, after) = checked(state, jnp.asarray(numbers, jnp.int32))
+        with pytest.raises(checkify.JaxRuntimeError, match="is not in group 0, or has kept its"):
+            error.throw()
+        assert np.isnan(values[wrong, 0]).all()
+        _, (values, _) = checked(after, jnp.arange(2, dtype=jnp.int32))
+        assert np.isnan(values[:, 0]).all()
+    error, (values, after) = checked(state, jnp.arange(2, dtype=jnp.int32))
+    error.throw()
+    assert np.isfinite(values[:, 0]).all()
+    assert after.length.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("queries", marks=pytest.mark.slow),
+        pytest.param("weights", marks=pytest.mark.slow),
+        "keys",
+    ],
+)
+def test_a_selection_by_what_is_no_number_gives_nan(part):
+    cfg = dataclasses.replace(
+        sizes(groups=(1,), requests=1, capacity=24),
+        geometry=dataclasses.replace(sizes(groups=(1,)).geometry, index_width=4),
+    )
+
+    @jax.jit
+    @checkify.checkify
+    def step(state, index):
+        step = plugin.begin_step(state, cfg)
+        values, step = layer_of(step, 0, IndexInputs(**index))
+        return values, plugin.end_step(step)
+
+    state = jax.jit(plugin.admit, static_argnums=(1, 2))(plugin.init(cfg), cfg, 0)
+    shapes = {"queries": (1, 1, 2, 4), "weights": (1, 1, 2), "keys": (1, 1, 4)}
+    index = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    error, (values, _) = step(state, index)
+    error.throw()
+    assert np.isfinite(values).all()
+    error, (values, _) = step(state, index | {part: index[part].at[..., 0].set(jnp.nan)})
+    with pytest.raises(checkify.JaxRuntimeError, match="selects by queries, weights or keys that"):
+        error.throw()
+    assert np.isnan(values).all()
+
+
 def test_checkify_tells_of_a_step_without_requests_and_beyond_the_capacity():
     cfg, step = one_layer()
     chosen = jnp.zeros((2, 1, 2), jnp.int32)
@@ -139,6 +259,26 @@ def test_checkify_tells_of_a_step_without_requests_and_beyond_the_capacity():
     error, _ = admit(state, cfg, 0, [rows(jnp.arange(23), 0)])
     with pytest.raises(checkify.JaxRuntimeError, match="row 0 is taken"):
         error.throw()
+
+
+def test_checkify_tells_of_tokens_that_are_kept_beyond_the_capacity():
+    cfg = sizes(groups=(1,), capacity=24, queries=2)
+
+    def step(state, accepted):
+        step = plugin.begin_step(state, cfg)
+        values, step = layer_of(step, 0, step.positions[..., None])
+        return values, plugin.end_step(step, accepted)
+
+    full = {"length": jnp.array([23, 24]), "active": jnp.array([True, False])}
+    state = dataclasses.replace(plugin.init(cfg), **full)
+    checked = jax.jit(checkify.checkify(step))
+    error, (values, after) = checked(state, jnp.array([1, 2], jnp.int32))
+    error.throw()
+    assert np.isnan(values[0]).any(axis=-1).tolist() == [False, True]
+    error, (_, after) = checked(state, jnp.array([2, 2], jnp.int32))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"would keep 25 positions, .* 24: accept"):
+        error.throw()
+    assert after.length[0] == 24
 
 
 def test_every_head_reads_its_own_keys_and_values():

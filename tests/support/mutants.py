@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from dhisparse_jax.speculation.accept import standing
+from dhisparse_jax.speculation.accept import remainder, standing
 
 
 def own_row(target, proposal, live, accepted):
@@ -21,3 +21,15 @@ def soft_as_hard(target, proposal, live, chance):
 def always(target, proposal, live, chance):
     """Mutated: every possible proposal stands."""
     return standing(target, proposal, live, jnp.zeros_like(chance))
+
+
+def best_after_all(target, proposal, live, accepted):
+    """Mutated: after a block that stood whole comes the best token, instead of a draw from p."""
+    rest = remainder(target, proposal, live, accepted)
+    best = (jnp.arange(rest.shape[0]) == jnp.argmax(rest)).astype(rest.dtype)
+    return jnp.where(accepted == proposal.tokens.shape[0], best, rest)
+
+
+def one_chance(target, proposal, live, chance):
+    """Mutated: one uniform number decides about all proposals of a block."""
+    return standing(target, proposal, live, jnp.broadcast_to(chance[:1], chance.shape))
