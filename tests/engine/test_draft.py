@@ -67,7 +67,7 @@ def speculated(policy, length, errs=5, steps=1):
     ("policy", "length"),
     [
         pytest.param("resident", 3, marks=pytest.mark.slow),
-        ("fixed", 3),
+        pytest.param("fixed", 3, marks=pytest.mark.slow),
         ("adaptive", 3),
         pytest.param("fixed", 1, marks=pytest.mark.slow),
         pytest.param("adaptive", 6, marks=pytest.mark.slow),

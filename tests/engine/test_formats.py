@@ -131,6 +131,7 @@ def test_texts_are_worth_comparing():
     assert len({token for text in texts.values() for token in text}) > 20
 
 
+@pytest.mark.slow
 def test_shared_history_gives_the_tokens_of_a_request_alone():
     served, found = engine("fp8", "resident"), tokens("fp8", "fixed")
     for number, asked in enumerate(REQUESTS):

@@ -64,6 +64,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(policy, expected):
     assert tokens_of(heard, numbers) == expected
 
 
+@pytest.mark.slow
 def test_preempted_with_a_draft(expected):
     texts = [[*item.prompt, *tokens] for item, tokens in zip(REQUESTS, expected, strict=True)]
     greedy = [n for n, item in enumerate(REQUESTS) if item.sampling == Sampling()]

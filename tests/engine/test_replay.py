@@ -28,7 +28,7 @@ REQUESTS = [request(20, 10, seed=1), request(30, 12, seed=2), request(9, 8, seed
 ARRIVALS = [Arrival(1000.0, REQUESTS[2]), Arrival(0.0, REQUESTS[0]), Arrival(0.3, REQUESTS[1])]
 
 
-@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("virtual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_everybody_is_served_at_their_time(virtual):
     time, served, heard, arrived = Time(), engine(*POLICIES["adaptive"]), Heard(), []
     clock = Clock(virtual, time.now, time.sleep)

@@ -175,7 +175,9 @@ class Schedule:
             assert (number, tokens) == (number, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "resident" else k for k in KINDS]
+)
 def test_random_schedules(kind):
     total = dict.fromkeys(DONE, 0)
     for seed in range(SEED, SEED + SCHEDULES // len(KINDS)):

@@ -286,7 +286,10 @@ def spoilt(array):
     return jax.device_put(np.full(array.shape, 2**29, array.dtype), array.sharding)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("resident", "fixed")), "adaptive"],
+)
 def test_counts_come_back_after_every_schedule(policy):
     """Requests come in any order and are given up at any event, also in the middle of a prefill."""
     served, rng = small(policy), np.random.default_rng(len(policy))

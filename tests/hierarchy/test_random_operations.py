@@ -72,9 +72,8 @@ CONFIGS = {
 QUICK = {
     "fixed_one_slot_verify",
     "adaptive_verify",
-    "adaptive_host_page_of_one",
 }
-"""Those that run by default: the least budget, growth and release, and little host memory."""
+"""Those that run by default: the least budget, and growth and release."""
 
 
 class Compiled:

@@ -68,8 +68,10 @@ def test_visible_beyond_the_history():
     ("make", "tuning"),
     [
         # Rows that share programs, programs that share a row, and one that is not visible at all.
+        # Whole tiles: where the last two have keys in common, both write the same numbers there,
+        # which the interpreter of jax 0.11 calls a race if programs do it at the same time.
         (
-            partial(glm, requests=3, positions=200, visible=(200, 0, 65)),
+            partial(glm, requests=3, positions=192, visible=(192, 0, 65)),
             mosaic.Tuning(stages=4, programs=2),
         ),
         # Two groups of queries, heads that fill no unit, keys that fill no tile, turns.

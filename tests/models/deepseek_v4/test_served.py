@@ -203,6 +203,7 @@ def test_a_page_of_host_memory_has_whole_records():
         dataclasses.replace(config("fixed", 2), host_page=16)
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_once():
     served = engine("fixed")
     run(served, REQUESTS[:2])

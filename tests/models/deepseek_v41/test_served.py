@@ -103,6 +103,18 @@ def test_requests_that_come_and_go_get_the_tokens_they_have_alone(policy):
 
 
 @pytest.mark.slow
+def test_the_last_of_many_requests_has_the_tokens_of_the_first():
+    """With a budget of odd size that holds some pools' histories, and not those of others."""
+    served, again = Engine(*model(), config("fixed", 51), chunk=16), request(30, 12)
+    first = run(served, [again]).tokens[0]
+    for seed in range(1, 16):
+        run(served, [request(30, 12, seed=seed)])
+    assert failed(served) == []
+    (last,) = run(served, [again]).tokens.values()
+    assert last == first
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_rejected_tokens_leave_no_trace(policy):
     """A draft that errs at every third position; what it wrote is in no later token."""
