@@ -78,8 +78,10 @@ def run_experts(
         lambda leaf: _gathered(leaf, source).reshape(count, room, *leaf.shape[1:]), x
     )
     done = run(rows, mine.sum(axis=0, dtype=jnp.int32)).reshape(count * room, -1)
-    found = _gathered(done, jnp.minimum(place, count * room - 1))
     factor = jnp.where(rank < room, weight.reshape(-1), 0.0)
+    # Else XLA computes them anew, from the drawing on, for each of the D numbers that they scale.
+    place, factor = jax.lax.optimization_barrier((jnp.minimum(place, count * room - 1), factor))
+    found = _gathered(done, place)
     found = (found.astype(jnp.float32) * factor[:, None]).reshape(*expert.shape, -1)
     return found.sum(axis=1).astype(done.dtype)
 

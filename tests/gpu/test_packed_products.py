@@ -38,7 +38,7 @@ def test_packed_products_of_v41(depth, channels):
     operands = [jnp.asarray(part) for part in inputs]
     found = jax.jit(partial(packed_products, backend="triton"))(*operands)
     wanted = jax.jit(reference.packed_products)(*operands)
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(filter(None, counts)):
         one, other = (np.asarray(each[expert, :count], np.float32) for each in (found, wanted))
         np.testing.assert_allclose(one, other, rtol=2.0**-7, atol=2.0**-7 * np.abs(other).std())
 
