@@ -1,7 +1,9 @@
 """Compiling the step of a cell from shapes, while weights and pools are made."""
 
+import dataclasses
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
@@ -10,13 +12,32 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from bench.shard_cells import Cell, abstract_operands
-from bench.shard_segments import Segments, compiled, lowered, segments
+from bench.shard_segments import Segments, Which, compiled, lowered, segments
 from bench.shard_setup import Setup
 from bench.stages import scopes_of
 from dhisparse_jax.hierarchy.state import HOST_LEAVES, host_sharding
 from dhisparse_jax.step import Speculation
 
-_ONE_AT_A_TIME = threading.Lock()
+
+@dataclasses.dataclass(frozen=True)
+class Compilers:
+    """What compiles programs of several cells at the same time.
+
+    The compiler tries how to multiply matrices of each shape, on the device, and remembers. So of
+    the cells with as many tokens in a step one compiles a program before the others: else all try
+    the same.
+
+    Attributes:
+        pool: the compilers.
+        tracing: Python, which is for one at a time.
+        tried: for those with so many tokens in a step, whether that one is done.
+    """
+
+    pool: Executor
+    tracing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    tried: dict[int, threading.Lock] = dataclasses.field(
+        default_factory=lambda: defaultdict(threading.Lock)
+    )
 
 
 class Program(NamedTuple):
@@ -33,18 +54,22 @@ class Program(NamedTuple):
     seconds: float
 
 
-def compile_step(setup: Setup, cell: Cell, compilers: Executor) -> Program:
+def compile_step(setup: Setup, cell: Cell, compilers: Compilers) -> Program:
     """Compile the programs of a cell's step, from shapes, side by side."""
     begin = time.perf_counter()
     cfg = setup.config(cell)
     operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
     step = segments(setup.model, Speculation(setup.drafter), cfg)
-    with _ONE_AT_A_TIME:  # Python; compilers of several programs may work at once
-        compiling = {
-            which: compilers.submit(program.compile)
-            for which, program in lowered(step, _placed(operands))
-        }
-    made = {which: future.result() for which, future in compiling.items()}
+    with compilers.tracing:
+        programs = dict(lowered(step, _placed(operands)))
+        tried = compilers.tried[cfg.requests * cfg.queries]
+    most = Which("groups", max(step.groups))  # of the groups alike: all its layers have experts
+    with tried:
+        made = {most: programs.pop(most).compile()}
+    compiling = {
+        which: compilers.pool.submit(program.compile) for which, program in programs.items()
+    }
+    made |= {which: future.result() for which, future in compiling.items()}
     return Program(
         step=compiled(step, made),
         scopes={which.name: scopes_of(program.as_text() or "") for which, program in made.items()},

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from bench.replayed import selections
 from bench.shard_cells import Cell
-from bench.shard_compile import Program, compile_step
+from bench.shard_compile import Compilers, Program, compile_step
 from bench.shard_load import Loaded, load
 from bench.shard_memory import fitted
 from bench.shard_run import Common, Plan, run_cell
@@ -167,9 +167,10 @@ class Session:
         unique = {each.cell: each.setup for each in self._cells if loads[each.cell] == load}
         with (
             self._timed(f"programs for {load}"),
-            ThreadPoolExecutor(self._jobs) as compilers,
+            ThreadPoolExecutor(self._jobs) as workers,
             ThreadPoolExecutor(max(1, len(unique))) as pool,
         ):
+            compilers = Compilers(workers)
             compiling = {
                 cell: pool.submit(compile_step, setup, cell, compilers)
                 for cell, setup in unique.items()

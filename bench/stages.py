@@ -56,18 +56,39 @@ KERNELS = {
 }
 """Stage of the library's own kernels, by the beginning of their names; the first that fits."""
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?)(?:\), |$)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _SCOPE = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
 
 
 def scopes_of(text: str) -> dict[str, str]:
-    """Scopes of the instructions of a compiled program, by what their kernels are called."""
-    found = {}
+    """Scopes of the instructions of a compiled program, by what their kernels are called.
+
+    An instruction that lost its own, as a product does that XLA leaves to a library, has that of
+    the first operand which belongs to a stage.
+    """
+    found: dict[str, str] = {}
     for line in text.splitlines():
-        name, scope = _INSTRUCTION.match(line), _SCOPE.search(line)
-        if name and scope:
-            found[re.sub(r"\W", "_", name.group(1))] = scope.group(1)
+        instruction, scope = _INSTRUCTION.match(line), _SCOPE.search(line)
+        if not instruction:
+            continue
+        operands = (_called(name) for name in _OPERAND.findall(instruction.group(2)))
+        scopes = (found[name] for name in operands if name in found)
+        inherited = next((each for each in scopes if _words(each)), None)
+        own = scope.group(1) if scope else inherited
+        if own is not None:
+            found[_called(instruction.group(1))] = own
     return found
+
+
+def _called(name: str) -> str:
+    """What the kernel of an instruction is called."""
+    return re.sub(r"\W", "_", name)
+
+
+def _words(scope: str) -> list[str]:
+    """The parts of a scope that belong to a stage."""
+    return [word for word in scope.split("/") if word in SCOPES]
 
 
 class Kernel(NamedTuple):
@@ -87,14 +108,14 @@ class Kernel(NamedTuple):
 
 def stage_of(kernel: Kernel, scopes: Mapping[str, str]) -> str:
     """Stage of a kernel of a program with these scopes."""
-    words = scopes.get(kernel.instruction, scopes.get(kernel.name, "")).split("/")
-    if "propose" in words or "draft" in words:
+    scope = scopes.get(kernel.instruction, scopes.get(kernel.name, ""))
+    if {"propose", "draft"} & set(scope.split("/")):
         return "draft"
     for start, stage in KERNELS.items():
         if start in kernel.name:
             return stage
-    known = [SCOPES[word] for word in words if word in SCOPES]
-    return known[-1] if known else "other"
+    known = _words(scope)
+    return SCOPES[known[-1]] if known else "other"
 
 
 class Event(NamedTuple):
@@ -136,7 +157,7 @@ def _kernel(name: str, stats: Mapping[str, object]) -> Kernel:
     """With `hlo_module` jit_group_3(17), the program is group_3."""
     program, instruction = (str(stats.get(key, "")) for key in ("hlo_module", "hlo_op"))
     program = program.removeprefix("jit_").partition("(")[0]
-    return Kernel(program, name, re.sub(r"\W", "_", instruction))
+    return Kernel(program, name, _called(instruction))
 
 
 Scopes = Mapping[str, Mapping[str, str]]
