@@ -63,7 +63,13 @@ class Ran(NamedTuple):
 
 
 class _Stepper:
-    """Dispatches steps, one ahead of the outputs that are read."""
+    """Dispatches steps, one ahead of the outputs that are read.
+
+    Attributes:
+        state: after the last step.
+        outputs: of all steps so far.
+        dispatching: seconds that went into it, of all steps so far.
+    """
 
     def __init__(
         self, loaded: Loaded, cfg: HierarchyConfig, program: Program, state: DecodeState
@@ -71,6 +77,7 @@ class _Stepper:
         device = SingleDeviceSharding(jax.devices()[0])
         self.state = state
         self.outputs: list[StepOutput] = []
+        self.dispatching = 0.0
         self._step = program.step
         self._params = loaded.params, loaded.draft_params
         self._profile = jax.device_put(no_profile(cfg), device)
@@ -81,7 +88,9 @@ class _Stepper:
         begin, pending = time.perf_counter(), deque()
         for _ in range(count):
             place = self._free.popleft()
+            called = time.perf_counter()
             self.state, out = self._step(*self._params, self._profile, self.state, place)
+            self.dispatching += time.perf_counter() - called
             pending.append(out)
             if len(pending) > 1:
                 self._read(pending.popleft())
@@ -108,8 +117,10 @@ def run_cell(
     stepper = _Stepper(loaded, cfg, program, state)
     del hierarchy, state  # the first step is given their memory
     stepper.advance(plan.warm)
+    dispatching = stepper.dispatching
     halves = [count for count in (plan.steps - plan.steps // 2, plan.steps // 2) if count]
     seconds = [stepper.advance(count) for count in halves]
+    dispatching = stepper.dispatching - dispatching
     timed = stepper.outputs[plan.warm :]
     events = profiled(lambda: stepper.advance(plan.profiled)) if plan.profiled else []
     figures: dict[str, Any] = {
@@ -119,6 +130,7 @@ def run_cell(
         "draft": cell.draft,
         "hot_rows": cfg.hot_slots(0),
         **figures_of(loaded, cell, timed, sum(seconds), common.history, common.rates),
+        "dispatch_ms": 1e3 * dispatching / plan.steps,
         "step_ms_halves": [1e3 * s / n for s, n in zip(seconds, halves, strict=True)],
         **_stages(events, program.scopes, max(plan.profiled, 1)),
         "hbm_gb": _used_gb(),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jaxtyping import Array
 
 from bench import shard_programs as programs
@@ -38,7 +39,7 @@ class Segments:
         model_pool: for each pool, the one whose program runs it.
         where: each pool, and its place in its hot pool, on the device: sent once.
         begin: asks, and embeds.
-        groups: by the pool that stands for its kind.
+        groups: by the pool that stands for its kind; compiled, every pool has its own.
         end: settles.
     """
 
@@ -65,7 +66,7 @@ class Segments:
         hierarchy, tapped = state.hierarchy, dict[int, Array]()
         for pool, stands in enumerate(self.model_pool):
             operands = self.group_operands(params, pool, hierarchy, x, asked)
-            x, here, parts, rows = self.groups[stands](*operands)
+            x, here, parts, rows = self.groups.get(pool, self.groups[stands])(*operands)
             hierarchy = with_parts(hierarchy, self.cfg, pool, parts, rows)
             layers = layers_of(self.cfg.geometry, pool, self.places[stands])
             tapped |= zip(layers, here, strict=True)
@@ -175,8 +176,17 @@ def lowered(seg: Segments, operands: tuple[Any, ...]) -> Iterator[tuple[Which, A
 
 
 def compiled(seg: Segments, made: Mapping[Which, Any]) -> Segments:
-    """The step, of these executables."""
-    groups = {which.pool: program for which, program in made.items() if which.field == "groups"}
+    """The step, of these executables.
+
+    Each group gets a copy of that of its kind, loaded for itself alone: a GPU keeps the kernels of
+    an executable as a graph, and every kernel in it has to be told when its operands have moved.
+    """
+    kinds = {which.pool: program for which, program in made.items() if which.field == "groups"}
+    stored = {stands: serialize(program) for stands, program in kinds.items()}
+    groups = {
+        pool: kinds[stands] if pool == stands else deserialize_and_load(*stored[stands])
+        for pool, stands in enumerate(seg.model_pool)
+    }
     begin, end = made[Which("begin")], made[Which("end")]
     return dataclasses.replace(seg, begin=begin, groups=groups, end=end)
 

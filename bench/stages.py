@@ -56,39 +56,18 @@ KERNELS = {
 }
 """Stage of the library's own kernels, by the beginning of their names; the first that fits."""
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?)(?:\), |$)")
-_OPERAND = re.compile(r"%([\w.\-]+)")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ", re.MULTILINE)
 _SCOPE = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
 
 
 def scopes_of(text: str) -> dict[str, str]:
-    """Scopes of the instructions of a compiled program, by what their kernels are called.
-
-    An instruction that lost its own, as a product does that XLA leaves to a library, has that of
-    the first operand which belongs to a stage.
-    """
-    found: dict[str, str] = {}
+    """Scopes of the instructions of a compiled program, by what their kernels are called."""
+    found = {}
     for line in text.splitlines():
-        instruction, scope = _INSTRUCTION.match(line), _SCOPE.search(line)
-        if not instruction:
-            continue
-        operands = (_called(name) for name in _OPERAND.findall(instruction.group(2)))
-        scopes = (found[name] for name in operands if name in found)
-        inherited = next((each for each in scopes if _words(each)), None)
-        own = scope.group(1) if scope else inherited
-        if own is not None:
-            found[_called(instruction.group(1))] = own
+        name, scope = _INSTRUCTION.match(line), _SCOPE.search(line)
+        if name and scope:
+            found[re.sub(r"\W", "_", name.group(1))] = scope.group(1)
     return found
-
-
-def _called(name: str) -> str:
-    """What the kernel of an instruction is called."""
-    return re.sub(r"\W", "_", name)
-
-
-def _words(scope: str) -> list[str]:
-    """The parts of a scope that belong to a stage."""
-    return [word for word in scope.split("/") if word in SCOPES]
 
 
 class Kernel(NamedTuple):
@@ -108,14 +87,14 @@ class Kernel(NamedTuple):
 
 def stage_of(kernel: Kernel, scopes: Mapping[str, str]) -> str:
     """Stage of a kernel of a program with these scopes."""
-    scope = scopes.get(kernel.instruction, scopes.get(kernel.name, ""))
-    if {"propose", "draft"} & set(scope.split("/")):
+    words = scopes.get(kernel.instruction, scopes.get(kernel.name, "")).split("/")
+    if "propose" in words or "draft" in words:
         return "draft"
     for start, stage in KERNELS.items():
         if start in kernel.name:
             return stage
-    known = _words(scope)
-    return SCOPES[known[-1]] if known else "other"
+    known = [SCOPES[word] for word in words if word in SCOPES]
+    return known[-1] if known else "other"
 
 
 class Event(NamedTuple):
@@ -157,18 +136,33 @@ def _kernel(name: str, stats: Mapping[str, object]) -> Kernel:
     """With `hlo_module` jit_group_3(17), the program is group_3."""
     program, instruction = (str(stats.get(key, "")) for key in ("hlo_module", "hlo_op"))
     program = program.removeprefix("jit_").partition("(")[0]
-    return Kernel(program, name, _called(instruction))
+    return Kernel(program, name, re.sub(r"\W", "_", instruction))
 
 
 Scopes = Mapping[str, Mapping[str, str]]
 """What `scopes_of` says, by program."""
 
 
-def by_stage(events: Iterable[Event], scopes: Scopes) -> dict[str, float]:
+def stages_of(events: Iterable[Event], scopes: Scopes) -> Iterator[str]:
+    """Stage of each kernel, in the order in which they ran.
+
+    One of a library may come from no instruction that the program's text has. It multiplies what
+    the program's kernel before it has gathered or rounded, and has that one's stage.
+    """
+    before = defaultdict[str, str](lambda: "other")
+    for kernel in (event.kernel for event in events):
+        known = scopes.get(kernel.program, {})
+        stage = stage_of(kernel, known)
+        if stage != "other" or kernel.instruction in known or kernel.name in known:
+            before[kernel.program] = stage
+        yield before[kernel.program]
+
+
+def by_stage(events: Sequence[Event], scopes: Scopes) -> dict[str, float]:
     """Seconds by stage."""
     stages: dict[str, float] = defaultdict(float)
-    for event in events:
-        stages[stage_of(event.kernel, scopes.get(event.kernel.program, {}))] += event.seconds
+    for event, stage in zip(events, stages_of(events, scopes), strict=True):
+        stages[stage] += event.seconds
     return dict(stages)
 
 
@@ -195,8 +189,9 @@ def timeline(events: Sequence[Event], scopes: Scopes, runs: int = 2) -> list[Int
     first = (len(starts) - runs) // 2
     begin, end = starts[first], starts[first + runs]
     found: list[Interval] = []
-    for event in (event for event in events if begin <= event.begin < end):
-        stage = stage_of(event.kernel, scopes.get(event.kernel.program, {}))
+    for event, stage in zip(events, stages_of(events, scopes), strict=True):
+        if not begin <= event.begin < end:
+            continue
         at, length = 1e6 * (event.begin - begin), 1e6 * event.seconds
         if found and found[-1][0] == stage and at - sum(found[-1][1:]) < NEAR:
             at, length = found[-1][1], at + length - found.pop()[1]

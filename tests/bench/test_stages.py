@@ -1,38 +1,31 @@
-"""Stages of kernels: from their own names, from their scopes, or from what they read."""
+"""Stages of kernels: from their own names, from their scopes, or from who ran before them."""
 
-import pytest
-
-from bench.stages import Kernel, scopes_of, stage_of
+from bench.stages import Event, Kernel, by_stage, scopes_of, stages_of
 
 TEXT = """
-HloModule jit_group
-
-%fused_gather (p: f8e4m3fn[16,64]) -> f8e4m3fn[32,64] {
-  %p = f8e4m3fn[16,64]{1,0} parameter(0)
-  ROOT %gather.1 = f8e4m3fn[32,64]{1,0} gather(%p), metadata={op_name="jit(g)/experts/gather"}
-}
-
-ENTRY %main (weights.1: f8e4m3fn[8,64]) -> bf16[32,8] {
-  %weights.1 = f8e4m3fn[8,64]{1,0} parameter(0), metadata={op_name="weights"}
-  %rows.2 = f8e4m3fn[32,64]{1,0} fusion(%weights.1), metadata={op_name="jit(g)/experts/gather"}
-  %bitcast.4 = f8e4m3fn[32,64]{1,0} bitcast(%rows.2)
-  %custom-call.5.0 = (bf16[32,8]{1,0}, s8[64]{0}) custom-call(%weights.1, %bitcast.4), target="lt"
-  %lost.6 = s32[] constant(0)
-  ROOT %sum.7 = bf16[32,8] fusion(%custom-call.5.0, %rows.2), metadata={op_name="jit(g)/combine"}
-}
+  %rows.2 = s8[32,64] fusion(%x), calls=%f, metadata={op_name="jit(g)/experts/gather"}
+  ROOT %sum.7 = bf16[32,8] fusion(%y), metadata={op_name="jit(g)/combine/add"}
+  %cast.8 = bf16[32,8] convert(%sum.7), metadata={op_name="jit(g)/convert_element_type"}
 """
 
+RAN = {
+    "nvjet_sm90_qqtst": "other",  # nothing ran before it
+    "rows_2": "experts",
+    "nvjet_sm90_qqsss": "experts",
+    "sum_7": "attention weights",
+    "cast_8": "other",  # the program has it, in no stage
+    "index_scores_kernel": "index",
+    "memcpy32_post": "index",
+}
 
-@pytest.mark.parametrize(
-    ("name", "instruction", "stage"),
-    [
-        ("rows_2", "rows_2", "experts"),
-        ("nvjet_sm90_qqtst", "custom_call_5_0", "experts"),  # from its second operand's operand
-        ("sum_7", "", "attention weights"),  # its own, and not that of what it reads
-        ("index_scores_kernel", "", "index"),
-        ("lost_6", "lost_6", "other"),
-        ("nobody_knows", "nobody_knows", "other"),
-    ],
-)
-def test_stage_of(name, instruction, stage):
-    assert stage_of(Kernel("group", name, instruction), scopes_of(TEXT)) == stage
+
+def test_a_kernel_that_no_instruction_has_belongs_to_the_one_before():
+    events = [Event(Kernel("g", name, name), float(at), 1.0) for at, name in enumerate(RAN)]
+    scopes = {"g": scopes_of(TEXT)}
+    assert dict(zip(RAN, stages_of(events, scopes), strict=True)) == RAN
+    assert by_stage(events, scopes) == {
+        "other": 2.0,
+        "experts": 2.0,
+        "attention weights": 1.0,
+        "index": 2.0,
+    }
