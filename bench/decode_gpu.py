@@ -22,7 +22,7 @@ import typer
 
 from bench.record import environment, save, write
 from bench.shard_memory import account
-from bench.shard_report import console, ratios, said, table_of, tell
+from bench.shard_report import console, prepared, ratios, said, table_of, tell
 from bench.shard_run import Plan
 from bench.shard_session import Asked, Planned, Session, planned
 from bench.shard_setup import shard_of
@@ -89,7 +89,8 @@ def main(  # noqa: PLR0913  # a command's options
     }
     console.print_json(data={key: document[key] for key in ("executed", "modelled", "memory_gb")})
     bounds = [float(each) for each in tpot_ms.split(",") if each]
-    _measure(document, Session(asked, every, jobs, _rates(floors)), bounds, json)
+    session = Session(asked, every, jobs, _rates(floors), prepared)
+    _measure(document, session, bounds, json)
     console.print(table_of(document["sweep"]))
     write(document, json)
 

@@ -3,8 +3,7 @@
 import dataclasses
 import threading
 import time
-from collections import defaultdict
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -24,20 +23,18 @@ class Compilers:
     """What compiles programs of several cells at the same time.
 
     The compiler tries how to multiply matrices of each shape, on the device, and remembers. So of
-    the cells with as many tokens in a step one compiles a program before the others: else all try
+    the cells with as many tokens in a step one compiles a program before any others: else all try
     the same.
 
     Attributes:
         pool: the compilers.
         tracing: Python, which is for one at a time.
-        tried: for those with so many tokens in a step, whether that one is done.
+        first: that program, by the number of tokens.
     """
 
     pool: Executor
     tracing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    tried: dict[int, threading.Lock] = dataclasses.field(
-        default_factory=lambda: defaultdict(threading.Lock)
-    )
+    first: dict[int, Future[Any]] = dataclasses.field(default_factory=dict)
 
 
 class Program(NamedTuple):
@@ -60,16 +57,16 @@ def compile_step(setup: Setup, cell: Cell, compilers: Compilers) -> Program:
     cfg = setup.config(cell)
     operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
     step = segments(setup.model, Speculation(setup.drafter), cfg)
+    most, tokens = Which("groups", max(step.groups)), cfg.requests * cfg.queries
+    compiling: dict[Which, Future[Any]] = {}
     with compilers.tracing:
         programs = dict(lowered(step, _placed(operands)))
-        tried = compilers.tried[cfg.requests * cfg.queries]
-    most = Which("groups", max(step.groups))  # of the groups alike: all its layers have experts
-    with tried:
-        made = {most: programs.pop(most).compile()}
-    compiling = {
-        which: compilers.pool.submit(program.compile) for which, program in programs.items()
-    }
-    made |= {which: future.result() for which, future in compiling.items()}
+        if tokens not in compilers.first:  # in the last group all layers have experts
+            compilers.first[tokens] = compilers.pool.submit(programs.pop(most).compile)
+            compiling[most] = compilers.first[tokens]
+    wait([compilers.first[tokens]])
+    compiling |= {which: compilers.pool.submit(each.compile) for which, each in programs.items()}
+    made = {which: future.result() for which, future in compiling.items()}
     return Program(
         step=compiled(step, made),
         scopes={which.name: scopes_of(program.as_text() or "") for which, program in made.items()},

@@ -60,6 +60,11 @@ def ratios(cells: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def prepared(name: str, seconds: float) -> None:
+    """Print that something is done which all cells need."""
+    console.print(f"{name}: {seconds:.0f} s")
+
+
 def tell(name: str, figures: dict[str, Any]) -> None:
     """Print what a cell gave."""
     console.print(

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -138,9 +138,16 @@ class Session:
         seconds: that making them took, and the programs of each load.
     """
 
-    def __init__(self, asked: Asked, cells: list[Planned], jobs: int, rates: Rates) -> None:
-        """Compile for the first load while weights and pools are made."""
-        self._asked, self._cells, self._jobs = asked, cells, jobs
+    def __init__(
+        self,
+        asked: Asked,
+        cells: list[Planned],
+        jobs: int,
+        rates: Rates,
+        tell: Callable[[str, float], None],
+    ) -> None:
+        """Compile for the first load while weights and pools are made, and tell what is done."""
+        self._asked, self._cells, self._jobs, self._tell = asked, cells, jobs, tell
         self.seconds: dict[str, float] = {}
         first = cells[0]
         base = first.setup.config(first.cell)
@@ -183,6 +190,7 @@ class Session:
         begin = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - begin
+        self._tell(name, self.seconds[name])
 
     def run(self) -> Iterator[tuple[Planned, dict[str, Any]]]:
         """Every cell and its figures; what is the same cell at two loads runs once."""
