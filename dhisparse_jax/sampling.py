@@ -14,7 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from dhisparse_jax.errors import UserError
+from dhisparse_jax.leading import leading
 from dhisparse_jax.pytree import state as pytree
+from pallas_kernels.top_k.keys import keys_of
 
 LEAST_TEMPERATURE = 1e-30
 """Logits divided by less than that may be more than float32 has."""
@@ -138,21 +140,23 @@ def target_logits(logits: Float[Array, "R V"], sampler: Sampler) -> Float[Array,
     """Logits of the distribution that a row really samples from; -inf for excluded tokens.
 
     Temperature first, then top-k, then top-p on what is left. A greedy row is scaled as if its
-    temperature were 1 and otherwise treated alike.
+    temperature were 1 and otherwise treated alike. Ties go to the lowest ids.
+
+    Without a sort: see `leading`. What top-k keeps is exact. Top-p keeps a token while the rounded
+    float32 mass of those before it is below top_p, so where both are equal but for the last bits
+    of a sum over the vocabulary, a token more or less may stay than by another order of summing.
     """
     heat = jnp.where(sampler.temperature > 0.0, sampler.temperature, 1.0)
     scaled = logits.astype(jnp.float32) / heat[:, None]
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
-    keep = (rank < sampler.top_k[:, None]) | (sampler.top_k[:, None] == 0)
-    probability = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
+    keys, every = keys_of(scaled), logits.shape[-1]
+    count = jnp.where(sampler.top_k == 0, every, jnp.minimum(sampler.top_k, every))
+    keep = leading(keys, jnp.ones_like(scaled), count.astype(jnp.float32))
+    mass = jnp.where(keep, jnp.exp(scaled - scaled.max(axis=-1, keepdims=True)), 0.0)
+    # However small the share is, the most likely token stays.
+    share = jnp.maximum(sampler.top_p * mass.sum(axis=-1), jnp.finfo(jnp.float32).tiny)
     # Rounded sums reach 1 before the last token: at top_p = 1 they must not exclude any.
-    within = (before < sampler.top_p[:, None]) | (sampler.top_p[:, None] >= 1.0)
-    keep &= within | (rank == 0)
-    ranked = jnp.where(keep, ranked, -jnp.inf)
-    return jnp.put_along_axis(scaled, order, ranked, axis=-1, inplace=False)
+    keep &= leading(keys, mass, share) | (sampler.top_p >= 1.0)[:, None]
+    return jnp.where(keep, scaled, -jnp.inf)
 
 
 def choose(
@@ -181,7 +185,7 @@ def choose(
     sampled = sampler.temperature > 0.0
     best = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = lambda: jnp.where(sampled, _draw(logits, sampler, position), best())
-    return lax.cond(jnp.any(sampled), drawn, best)  # a greedy batch pays for no sort
+    return lax.cond(jnp.any(sampled), drawn, best)  # a greedy batch pays for no filter
 
 
 def _draw(

@@ -1,5 +1,6 @@
 """Sampling: the right distribution, the same draws for the same seed, filters as in NumPy."""
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -89,6 +90,92 @@ def test_top_p_of_one_keeps_everything():
     logits = jnp.asarray([[20.0, 0.0, -5.0, 1.0, -30.0]])
     rows = sampler(Sampling(temperature=1.0, top_p=1.0))
     np.testing.assert_array_equal(target_logits(logits, rows), logits)
+
+
+# Filters against a sort
+
+RNG = np.random.default_rng(11)
+WIDE = 67
+LARGEST = np.finfo(np.float32).max
+ROWS = {
+    "random": RNG.normal(scale=3.0, size=WIDE),
+    "peaked": RNG.normal(scale=40.0, size=WIDE),
+    "few values": RNG.integers(-2, 3, WIDE),
+    "all equal": np.full(WIDE, 1.5),
+    "zeros of both signs": np.where(RNG.random(WIDE) < 0.5, 0.0, -0.0),
+    "zeros among others": np.where(RNG.random(WIDE) < 0.7, -0.0, RNG.integers(-1, 2, WIDE)),
+    "excluded": np.where(RNG.random(WIDE) < 0.5, -np.inf, RNG.integers(-3, 4, WIDE)),
+    "one left": np.where(np.arange(WIDE) == 40, -7.0, -np.inf),
+    "all excluded": np.full(WIDE, -np.inf),
+    "extremes": RNG.choice([-LARGEST, -1e38, -1.0, -1e-37, 0.0, 1e-37, 1.0, 1e38, LARGEST], WIDE),
+    "one bit apart": RNG.choice(np.float32([2.0, 2.0 + 2**-22, 2.0 - 2**-23]), WIDE),
+}
+COUNTS = (0, 1, 2, 5, WIDE - 1, WIDE, WIDE + 1, 2**31 - 1)
+SHARES = (0.0, 1e-40, 1e-6, 0.1, 0.5, 0.9, 0.99, 1.0)
+EVERY = [
+    (name, temperature, top_k, top_p)
+    for name in ROWS
+    for temperature in (0.0, 0.25, 1.0, 2.0)
+    for top_k in COUNTS
+    for top_p in SHARES
+]
+
+
+def kept_by_a_sort(scaled, top_k, top_p):
+    """The stable descending order, and the fewest and most tokens of it that may be kept.
+
+    Two numbers, since sums are rounded: they differ where the mass before a token is almost top_p.
+    """
+    order = np.argsort(-scaled, kind="stable")
+    ranked = scaled[order].astype(np.float64)[: top_k or None]
+    weights = np.exp(ranked - ranked[0])
+    before = (np.cumsum(weights) - weights) / weights.sum()
+    bounds = [top_p * (1.0 - 1e-5), top_p * (1.0 + 1e-5)] if top_p < 1.0 else [np.inf, np.inf]
+    return order, *(max(1, int((before < bound).sum())) for bound in bounds)
+
+
+def filtered():
+    """What `target_logits` makes of every case, and the scaled logits of it."""
+    names, temperature, top_k, top_p = (np.array(column) for column in zip(*EVERY, strict=True))
+    logits = np.stack([ROWS[name] for name in names]).astype(np.float32)
+    rows = dataclasses.replace(
+        greedy(len(EVERY)),
+        temperature=jnp.asarray(temperature, jnp.float32),
+        top_k=jnp.asarray(top_k, jnp.int32),
+        top_p=jnp.asarray(top_p, jnp.float32),
+    )
+    with np.errstate(over="ignore"):
+        scaled = logits / np.where(temperature > 0, temperature, 1).astype(np.float32)[:, None]
+    return np.asarray(jax.jit(target_logits)(logits, rows)), scaled
+
+
+def test_filters_keep_what_a_sort_would():
+    unsure = 0
+    for case, found, scaled in zip(EVERY, *filtered(), strict=True):
+        if not (scaled < np.inf).all():  # the largest logits, divided by less than 1
+            continue
+        kept = found > -np.inf
+        np.testing.assert_array_equal(found[kept], scaled[kept], err_msg=case)
+        if (scaled == -np.inf).all():
+            assert not kept.any()
+            continue
+        order, fewest, most = kept_by_a_sort(scaled, *case[2:])
+        possible = int((scaled > -np.inf).sum())  # the excluded stay so, whether kept or not
+        count = int(kept.sum())
+        assert min(fewest, possible) <= count <= min(most, possible), case
+        assert kept[order[:count]].all(), case  # a beginning of the order: ties to the lowest
+        unsure += fewest < most
+    assert unsure < len(EVERY) // 50
+
+
+def test_a_share_of_equal_tokens_is_exact():
+    """Of 64 with the same mass, half of it are 32, and a little more are 33."""
+    shares = np.array([1, 16, 31, 32, 63], np.float32) / 64
+    both = jnp.asarray(np.stack([shares, shares + np.float32(1e-6)]).reshape(-1))
+    rows = dataclasses.replace(greedy(both.shape[0]), top_p=both)
+    kept = np.asarray(target_logits(jnp.zeros((both.shape[0], 64)), rows) > -np.inf)
+    assert kept.sum(axis=1).tolist() == [1, 16, 31, 32, 63, 2, 17, 32, 33, 64]
+    assert (np.diff(kept.astype(int), axis=1) <= 0).all()
 
 
 def draws(sampling, count=4000):

@@ -74,7 +74,7 @@ def accept(
     drawn = lambda: _where(
         sampled, jax.vmap(_sampled)(logits, proposal, live, length, sampler), best()
     )
-    return lax.cond(jnp.any(sampled), drawn, best)  # a greedy batch pays for no sort
+    return lax.cond(jnp.any(sampled), drawn, best)  # a greedy batch pays for no filter
 
 
 def stop_at(emitted: Emitted, stop: Int[Array, "R M"]) -> tuple[Emitted, Bool[Array, " R"]]:
