@@ -6,6 +6,7 @@ highest bit, some bits a pass over the keys, each pass one reduction. Unrolled: 
 a graph either.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -14,6 +15,7 @@ _BITS = 2
 """Found in a pass, which sums from three keys at once. More of them are slower on a CPU."""
 
 
+@jax.jit  # one compilation where it is called by itself, also if that is often
 def leading(
     keys: Int[Array, "R n"], weights: Float[Array, "R n"], budget: Float[Array, " R"]
 ) -> Bool[Array, "R n"]:

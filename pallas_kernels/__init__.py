@@ -7,6 +7,7 @@ retrieve          host records to device slots, each once, exact bytes
 backup            device slots to host records, in place
 sparse_attention  attention of T queries over selected slots
 retrieve_attend   retrieve and sparse_attention in one launch, for one query per request
+round_rows        rows rounded to e4m3, with a scale each
 sinkhorn          mixing matrices of residual streams, made doubly stochastic
 packed_products   products of few rows with matrices of packed 4-bit numbers
 common            what kernels share: backends, memory spaces, layouts, ids, number formats
