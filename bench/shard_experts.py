@@ -12,6 +12,7 @@ from bench.shard_products import wide_product
 from bench.shard_weights import Moe, mixed
 from dhisparse_jax.configs.glm import GlmConfig
 from dhisparse_jax.models.glm.norms import along_last
+from pallas_kernels.common.rows import pack, unpack
 
 SPREAD = 5.5
 """Standard deviations above its mean load for which an expert has room."""
@@ -74,9 +75,7 @@ def run_experts(
     place = jnp.where(rank < room, flat * room + rank, count * room)
     token = jnp.arange(flat.shape[0], dtype=jnp.int32) // picks
     source = jnp.zeros(count * room, jnp.int32).at[place].set(token, mode="drop")
-    rows = jax.tree.map(
-        lambda leaf: _gathered(leaf, source).reshape(count, room, *leaf.shape[1:]), x
-    )
+    rows = jax.tree.map(lambda leaf: _moved(leaf, source).reshape(count, room, *leaf.shape[1:]), x)
     done = run(rows, mine.sum(axis=0, dtype=jnp.int32)).reshape(count * room, -1)
     factor = jnp.where(rank < room, weight.reshape(-1), 0.0)
     # Else XLA computes them anew, from the drawing on, for each of the D numbers that they scale.
@@ -84,6 +83,13 @@ def run_experts(
     found = _gathered(done, place)
     found = (found.astype(jnp.float32) * factor[:, None]).reshape(*expert.shape, -1)
     return found.sum(axis=1).astype(done.dtype)
+
+
+def _moved(rows: Shaped[Array, "n *D"], at: Int[Array, " m"]) -> Shaped[Array, "m *D"]:
+    """Rows as they are. Bytes move as words: XLA loads four elements at once, whatever they are."""
+    if rows.dtype.itemsize > 1:
+        return _gathered(rows, at)
+    return unpack(_gathered(pack(rows), at), rows.dtype)
 
 
 def _gathered(rows: Shaped[Array, "n *D"], at: Int[Array, " m"]) -> Shaped[Array, "m *D"]:

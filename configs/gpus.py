@@ -57,11 +57,11 @@ H200 = Gpu(
     rates=Rates(hbm=4.15e12, link=54.5e9, flops=693e12),
     speeds=MappingProxyType(
         {
-            # fp8 matrices times bfloat16 rows, by XLA. A layer's experts take 330 us with the 4
-            # rows that 16 tokens of 8 GPUs give each, 429 us with 32; their floor is 291.
-            "experts": Speed(0.885, token_us=0.75),
-            "attention weights": Speed(0.62, token_us=0.6),
-            "shared expert": Speed(0.55, token_us=0.17),
+            # fp8 matrices times fp8 rows, by cuBLAS. A layer's experts take 302 us with the 4 rows
+            # that 16 tokens of 8 GPUs give each, 345 us with 32; their floor is 290.
+            "experts": Speed(0.978, token_us=0.36),
+            "attention weights": Speed(0.5, token_us=0.2),
+            "shared expert": Speed(0.43, token_us=0.02),
             "dense layers": Speed(0.7),
             "indexer": Speed(0.8, call_us=9, token_us=0.03),
             "router": Speed(0.8, call_us=6, token_us=0.02),
@@ -72,14 +72,14 @@ H200 = Gpu(
             "plan": Speed(call_us=30, token_us=0.28),
             "attend": Speed(0.45, call_us=20),
             "retrieve": Speed(0.95, call_us=8),
-            "draft": Speed(0.7, call_us=100),
-            # Appending, adapting, backup, copies, and what nothing runs in: 1.8 to 7.5 ms a step.
-            "rest": Speed(call_us=19, token_us=0.6),
+            "draft": Speed(0.6, call_us=100),
+            # Appending, adapting, backup, copies, and what nothing runs in: 3.3 to 8.6 ms a step.
+            "rest": Speed(call_us=40, token_us=0.55),
         }
     ),
 )
 """NVIDIA H200; measured by `python -m bench.decode_gpu` at 16 requests of GLM-5.3: the five cells
-in bench/results/h200/decode_gpu.json, whose steps these speeds give within 6 %."""
+in bench/results/h200/decode_gpu.json, whose steps these speeds give within 7 %."""
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({"h200": H200})
 """By the name that commands take."""

@@ -21,8 +21,8 @@ NOTHING = "-"
 
 CAVEAT = (
     "Sizes are per GPU. Expected from bytes and flops at the speeds of configs/gpus.py, some of "
-    "them assumed, with the published locality of GLM-5.1. Within 6 % of the five measured steps "
-    "that the speeds are from, of GLM-5.3 on an H200; compared with no other run yet."
+    "them assumed, with the published locality of GLM-5.1. Within 7 % of the five measured steps "
+    "that the speeds are from, of GLM-5.3 on an H200, and 16 % of four with few requests."
 )
 
 

@@ -6,8 +6,10 @@ bytes, and multiplies both halves of a tile with their rows. The numbers are the
 the matrix units, which they reach from registers; rows that there are not take no part beyond the
 block that they are in.
 
-The bits of a number become those of a float16 whose exponent is 14 too low, which is exact, its
-scale corrects that in float32, and the product is exact in bfloat16.
+The bits of a number become those of a bfloat16 whose exponent is 126 too low, which is exact (and
+below the normal numbers). Multiplied by its scale, as a bfloat16 whose exponent is 63 too high, it
+is exact again; sums are multiplied by the 2**63 that are missing. One instruction does that for two
+numbers, and Triton has none for two: hence the assembly, three instructions for each number.
 
 Mosaic GPU instead would need the numbers in registers in the layout of the matrix units' left
 operand, for which `plgpu.wgmma` has one; nothing here depends on Triton otherwise.
@@ -25,10 +27,10 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 BLOCK = 32
 """Inputs that share a scale."""
-EXPONENT_BITS = 14
-"""By which the float16 with the bits of a number is too small."""
-MANTISSA = 23
-"""Bits of a float32's."""
+SHIFT = 63
+"""By which exponents of multiplied numbers are too low: scales of 2**-62 to 2**64 are exact."""
+MANTISSA = 7
+"""Bits of a bfloat16's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def packed_products(
     of_expert = lambda _, expert: (expert, 0, 0)
     strip = lambda column, expert: (expert, column, 0)
     call = pl.pallas_call(
-        functools.partial(_kernel, sizes=sizes),
+        functools.partial(_kernel, sizes=sizes, interpret=interpret),
         grid=(channels // sizes.columns, count),
         in_specs=[
             pl.BlockSpec((None, rows, depth), of_expert),
@@ -119,6 +121,7 @@ def _kernel(
     out_ref: jax.Ref,  # [M, columns]
     *,
     sizes: Tuning,
+    interpret: bool,
 ) -> None:
     rows, depth = x_ref.shape
     block = min(sizes.rows, max(LEAST_ROWS, pl.next_power_of_2(rows)))
@@ -134,34 +137,89 @@ def _kernel(
 
         def add(tile: Array, sums: Float[Array, "columns block"]) -> Float[Array, "columns block"]:
             start = tile * sizes.depth
-            bits = numbers_ref[:, pl.ds(start, sizes.depth)].astype(jnp.int32)
+            bits = numbers_ref[:, pl.ds(start, sizes.depth)]
             factor = _factors(scales_ref[:, pl.ds(tile * scaled, scaled)], sizes.depth)
-            low = _numbers(((bits & 7) << 9) | ((bits & 8) << 12), factor)
+            low, high = (
+                _numbers(bits, factor, shifts, interpret=interpret) for shifts in (LOW, HIGH)
+            )
             sums = sums + jnp.dot(low, rows_at(start), preferred_element_type=jnp.float32)
-            high = _numbers(((bits & 0x70) << 5) | ((bits & 0x80) << 8), factor)
             return sums + jnp.dot(high, rows_at(half + start), preferred_element_type=jnp.float32)
 
         sums = jnp.zeros((sizes.columns, block), jnp.float32)
         sums = lax.fori_loop(0, half // sizes.depth, add, sums)
         kept = first + lax.broadcasted_iota(jnp.int32, (block, sizes.columns), 0) < rows
         at = out_ref.at[pl.ds(first, block), :]
-        plgpu.store(at, sums.T.astype(out_ref.dtype), mask=kept)
+        plgpu.store(at, (sums * 2.0**SHIFT).T.astype(out_ref.dtype), mask=kept)
 
     lax.fori_loop(0, pl.cdiv(count_ref[...], block), multiply, None)
 
 
 def _factors(scales: UInt8[Array, "columns scaled"], depth: int) -> Float[Array, "columns depth"]:
-    """What the float16 of each number is multiplied with; 16 bytes share it."""
-    bits = (scales.astype(jnp.int32) + EXPONENT_BITS) << MANTISSA
-    factor = lax.bitcast_convert_type(bits, jnp.float32)
+    """What each number is multiplied with, as a bfloat16; 16 bytes share it."""
+    factor = lax.bitcast_convert_type((scales.astype(jnp.int16) + SHIFT) << MANTISSA, jnp.bfloat16)
     columns, scaled = factor.shape
     spread = jnp.broadcast_to(factor[:, :, None], (columns, scaled, depth // scaled))
     return spread.reshape(columns, depth)
 
 
+ASSEMBLY = """
+{{
+    .reg .b32 pair, sign, zero;
+    mov.b32 zero, 0x80008000;
+
+    prmt.b32 pair, $2, 0, 0x4140;
+    shl.b32 sign, pair, {sign};
+    and.b32 sign, sign, 0x80008000;
+    shl.b32 pair, pair, {number};
+    lop3.b32 pair, pair, 0x01c001c0, sign, 0xea;
+    fma.rn.bf16x2 $0, pair, $3, zero;
+
+    prmt.b32 pair, $2, 0, 0x4342;
+    shl.b32 sign, pair, {sign};
+    and.b32 sign, sign, 0x80008000;
+    shl.b32 pair, pair, {number};
+    lop3.b32 pair, pair, 0x01c001c0, sign, 0xea;
+    fma.rn.bf16x2 $1, pair, $4, zero;
+}}
+"""
+"""Half of each of four bytes ($2) times the bytes' factors ($3, $4), in $0 and $1.
+
+Two bytes, each alone in 16 bits, are sxxxSXXX, of a high and a low number. The low one shifted by
+6, and by 12 for its sign, is S000000XXX000000: a bfloat16 with two bits of exponent and one of
+mantissa; 0xea stands for a & b | c. A product and -0 (`zero`) are that product."""
+
+LOW, HIGH = {"number": 6, "sign": 12}, {"number": 2, "sign": 8}
+"""Where the numbers of a byte go from."""
+
+
 def _numbers(
-    bits: Int[Array, "columns depth"], factor: Float[Array, "columns depth"]
+    bits: UInt8[Array, "columns depth"],
+    factor: Float[Array, "columns depth"],
+    shifts: dict[str, int],
+    *,
+    interpret: bool,
 ) -> Float[Array, "columns depth"]:
-    """The numbers that the bits of float16 stand for, as bfloat16."""
-    half = lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16)
-    return (half.astype(jnp.float32) * factor).astype(jnp.bfloat16)
+    """The low or the high numbers of packed bytes, times their factors."""
+    if interpret:
+        return _numbers_in_jnp(bits, factor, shifts)
+    (numbers,) = plgpu.elementwise_inline_asm(
+        ASSEMBLY.format(**shifts),
+        args=(bits, factor),
+        constraints="=&r,=&r,r,r,r",
+        pack=4,
+        result_shape_dtypes=(jax.ShapeDtypeStruct(factor.shape, factor.dtype),),
+    )
+    return numbers
+
+
+def _numbers_in_jnp(
+    bits: UInt8[Array, "columns depth"],
+    factor: Float[Array, "columns depth"],
+    shifts: dict[str, int],
+) -> Float[Array, "columns depth"]:
+    """What the assembly does, by float32 numbers: a CPU takes very small ones for zero."""
+    number = (bits.astype(jnp.int32) << shifts["number"]) & 0x1C0
+    sign = (bits.astype(jnp.int32) << shifts["sign"]) & 0x8000
+    exact = lax.bitcast_convert_type(((number << 3) | sign).astype(jnp.int16), jnp.float16)
+    scaled = factor.astype(jnp.float32) * 2.0 ** (14 - 126)
+    return (exact.astype(jnp.float32) * scaled).astype(factor.dtype)

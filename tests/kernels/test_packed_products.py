@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from pallas_kernels.common.backends import default_backend
 from pallas_kernels.packed_products import reference, triton
 from pallas_kernels.packed_products.api import packed_products
 from pallas_kernels.packed_products.cases import CASES, random
+from tests.support.assembly import run as executed
 from tests.support.lowering import lowered_kernels
 from tests.support.products import assert_close, supported
 
@@ -61,3 +63,17 @@ def test_experts_of_v41_are_one_kernel():
     )
     assert default_backend("packed_products", "cuda") == "triton"
     assert lowered_kernels(partial(packed_products, backend="triton"), *shapes) == 1
+
+
+@pytest.mark.parametrize(("shifts", "half"), [(triton.LOW, 0), (triton.HIGH, 4)])
+@pytest.mark.parametrize("scale", [67, 120, 127, 187])
+def test_the_assembly_unpacks_every_byte(shifts, half, scale):
+    """What it does to registers, for every byte; the kernel interpreted does without it."""
+    packed = np.arange(256, dtype=np.uint8).view(np.uint32)
+    factor = np.full(256, (scale + triton.SHIFT) << triton.MANTISSA, np.uint16).view(np.uint32)
+    given = {"$2": packed, "$3": factor[0::2], "$4": factor[1::2]}
+    after = executed(triton.ASSEMBLY.format(**shifts), given)
+    found = np.stack([after["$0"], after["$1"]], axis=-1).view(ml_dtypes.bfloat16).reshape(-1)
+    numbers = (np.arange(256) >> half & 15).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+    wanted = np.ldexp(numbers.astype(np.float64), scale - 127 - triton.SHIFT)
+    np.testing.assert_array_equal(found.astype(np.float64), wanted)
