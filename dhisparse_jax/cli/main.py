@@ -97,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def left_alone(reason: BaseException) -> int:
     """Say what ends this process while others are not done; the exit code."""
-
     if isinstance(reason, BrokenPipeError):
         return 1  # as typer does it
 
