@@ -75,16 +75,26 @@ def lockstep(
     if len(texts) > rows:
         raise UserError(f"{len(texts)} texts cannot be read in {rows} rows")
     both = (audited.engine, resident.engine)
+    work = _read(audited, resident, texts, np.random.default_rng(seed))
     try:
-        for (row, text), engine in ((pair, engine) for pair in enumerate(texts) for engine in both):
-            engine.sharing.forget()  # what one knows of an earlier run, the other may not
-            for _ in engine.prefill(row, row, text.tokens[: text.prompt]):
-                pass
-        yield from _steps(audited, resident, texts, np.random.default_rng(seed))
+        yield from audited.engine.whole.between(resident.engine.whole.between(work))
     finally:
         for engine in both:
-            for row in np.flatnonzero(jax.device_get(engine.state.active)).tolist():
-                engine.leave(row)
+            if engine.whole:  # else an exception may have cost the state
+                for row in np.flatnonzero(jax.device_get(engine.state.active)).tolist():
+                    engine.leave(row)
+
+
+def _read(
+    audited: Subject, resident: Subject, texts: Sequence[Text], rng: np.random.Generator
+) -> Iterator[Pair]:
+    """See `lockstep`."""
+    both = (audited.engine, resident.engine)
+    for (row, text), engine in ((pair, engine) for pair in enumerate(texts) for engine in both):
+        engine.sharing.forget()  # what one knows of an earlier run, the other may not
+        for _ in engine.prefill(row, row, text.tokens[: text.prompt]):
+            pass
+    yield from _steps(audited, resident, texts, rng)
 
 
 def _steps(

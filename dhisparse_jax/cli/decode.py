@@ -13,6 +13,7 @@ from dhisparse_jax.cli import mesh_options as many
 from dhisparse_jax.cli import options as opt
 from dhisparse_jax.cli import sampling_options as draws
 from dhisparse_jax.cli.interrupt import interrupts
+from dhisparse_jax.cli.meeting import together
 from dhisparse_jax.cli.prompts import Prompt, default_prompts, read_prompts
 from dhisparse_jax.cli.report import OutputFile, decode_document, on_standard_output, output_files
 from dhisparse_jax.cli.selections import recorded
@@ -118,7 +119,7 @@ def run(options: DecodeOptions) -> None:
     written = {"--json": options.json, "--record-selections": options.record_selections}
     with (
         output_files(written, options.prompt_files) as (output, selected),
-        many.together(options.devices),
+        together(options.devices.coordinator, options.devices.process),
     ):
         work(options, prompts, output, selected)
 

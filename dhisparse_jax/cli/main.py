@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -23,7 +23,7 @@ from dhisparse_jax.cli.decode import decode
 from dhisparse_jax.cli.doctor import doctor
 from dhisparse_jax.cli.evaluate import evaluate
 from dhisparse_jax.cli.interrupt import INTERRUPTED
-from dhisparse_jax.cli.mesh_options import ABANDONED, leave
+from dhisparse_jax.cli.meeting import Alone, leave
 from dhisparse_jax.cli.plan import plan
 from dhisparse_jax.cli.serve import serve
 from dhisparse_jax.cli.verify_hf import verify_hf
@@ -90,21 +90,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # texts hold characters that a terminal may lack
     try:
-        code = run(arguments)
-    except BaseException:
-        if ABANDONED:
-            traceback.print_exc()
-            leave(1)
-        raise
-    leave(code)
-    return code
+        return run(lambda: command(arguments))
+    except Alone as left:
+        leave(left_alone(left.reason))
 
 
-def run(arguments: Sequence[str] | None) -> int:
-    """Run the command line, with one line for every error that a person can act on."""
+def left_alone(reason: BaseException) -> int:
+    """Say what ends this process while others are not done; the exit code."""
+    if isinstance(reason, BrokenPipeError):
+        return 1  # as typer does it
+
+    def again() -> int:
+        raise reason
+
     try:
-        with terminated_as_interrupted():
-            result = app(args=arguments, prog_name="dhisparse", standalone_mode=False)
+        return run(again)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def command(arguments: Sequence[str] | None) -> object:
+    """What the command line asks for; what that returns."""
+    with terminated_as_interrupted():
+        return app(args=arguments, prog_name="dhisparse", standalone_mode=False)
+
+
+def run(what: Callable[[], object]) -> int:
+    """Do something, with one line for every error that a person can act on; the exit code."""
+    try:
+        result = what()
     except UserError as error:
         return fail(str(error))
     except USAGE_ERROR as error:

@@ -14,12 +14,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from typing import NoReturn
 
 from dhisparse_jax.errors import UserError
 
 COMPLETE = "complete"
 """What process 0 answers if everybody is there."""
+
+STARTING_SECONDS = 120
+"""How long a process waits for the others."""
 
 RETRY_SECONDS = 0.2
 ANSWER_SECONDS = 5
@@ -42,6 +46,18 @@ BAD_INPUT = 2
 
 Heard = dict[socket.socket, str]
 """Connections, and the number of the process and of all that came over each, as 0/2."""
+
+
+class Alone(BaseException):
+    """This process ends before the others are done, which it has left alone.
+
+    Attributes:
+        reason: what ends it.
+    """
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Company:
@@ -116,6 +132,43 @@ def _keep_alive(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@contextlib.contextmanager
+def together(address: str | None, process: str | None) -> Generator[None, None, None]:
+    """Meet the other processes, if there are any, and say if one of them ends in the body.
+
+    Args:
+        address: host and port of process 0.
+        process: number of this process and of all, as in 0/2; None: there is no other.
+
+    Raises:
+        UserError: they do not come.
+        Alone: the body raised something, or one of them ended; they are left alone.
+    """
+    if process is None:
+        yield
+        return
+    company = meet(str(address), process, STARTING_SECONDS)
+    try:
+        yield
+    except BaseException as error:
+        reason: BaseException = error
+        # A library that waits for another process may say first that something is wrong.
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            lost = company.wait(NOTICING_SECONDS)
+            reason = UserError(lost) if lost else error
+        company.abandon()
+        raise Alone(reason) from error
+    company.part()
+
+
+def leave(code: int) -> NoReturn:
+    """End here and now, as JAX would wait for the processes that were left alone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def meet(address: str, process: str, seconds: float) -> Company:

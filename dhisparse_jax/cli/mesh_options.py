@@ -1,10 +1,8 @@
 """The options of several devices and processes, as `options` has the others."""
 
-import contextlib
 import dataclasses
 import os
-import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dhisparse_jax.cli.meeting import NOTICING_SECONDS, Company, meet
+from dhisparse_jax.cli.meeting import STARTING_SECONDS
 from dhisparse_jax.cli.prompts import Prompt
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.mesh import MeshShape
@@ -20,12 +18,7 @@ from dhisparse_jax.mesh import MeshShape
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-ABANDONED: list[Company] = []
-"""The other processes, if this one ends before they are done."""
-
 DEVICES = "Devices"
-STARTING_SECONDS = 120
-"""How long a process waits for the others."""
 
 
 @dataclass(frozen=True)
@@ -124,44 +117,6 @@ Process = Annotated[
         rich_help_panel=DEVICES,
     ),
 ]
-
-
-@contextlib.contextmanager
-def together(options: MeshOptions) -> Generator[None, None, None]:
-    """Meet the other processes, if there are any, and say if one of them ends in the body.
-
-    Raises:
-        UserError: they do not come, or one of them ended.
-    """
-    if options.process is None:
-        yield
-        return
-    company = meet(str(options.coordinator), options.process, STARTING_SECONDS)
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        # A library that waits for another process may say first that something is wrong.
-        if lost := company.wait(NOTICING_SECONDS):
-            raise UserError(lost) from error
-        raise
-    else:
-        company.part()
-        company = None
-    finally:
-        if company is not None:
-            company.abandon()
-            ABANDONED.append(company)
-
-
-def leave(code: int) -> None:
-    """End here and now where other processes were left alone: JAX would wait for them."""
-    if ABANDONED:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
 
 
 def start(options: MeshOptions, told: Mapping[str, object]) -> "Mesh | None":

@@ -133,9 +133,12 @@ class OutputFile:
         """Prepare to write `path`, which an option named.
 
         Raises:
-            UserError: `path` is a directory, its folder is missing, or it cannot be written.
+            UserError: `path` is a directory, its folder is missing, or it cannot be written; or it
+                is standard output, which only documents go to.
         """
-        self.standard = option == "--json" and str(path) == STANDARD_OUTPUT
+        self.standard = str(path) == STANDARD_OUTPUT
+        if self.standard and option != "--json":
+            raise UserError(f"{option} {path}: only --json goes to standard output; name a file")
         if path.is_dir():
             raise UserError(f"{option} {path} is a directory; name a file")
         if not path.parent.is_dir():

@@ -14,6 +14,8 @@ roster        who is in which row, who waits, who makes room
 pieces        prompts piece by piece, between steps
 pace          how many may run at once, under a bound on the time per token
 step_times    what a step takes, by how many requests take part
+delivery      events, in their turn
+whole         whether work was broken off
 flight        dispatches between their launch and their landing
 
 machine       the device half: what can be done to a row

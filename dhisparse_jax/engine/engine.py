@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.crew import Weights, machines_of
-from dhisparse_jax.engine.events import Event, Finished, NewTokens, StepDone
+from dhisparse_jax.engine.delivery import deliver
+from dhisparse_jax.engine.events import Event, Finished, StepDone
 from dhisparse_jax.engine.fleet import Fleet
 from dhisparse_jax.engine.flight import Flight, Landed
 from dhisparse_jax.engine.job import Job, Part, check_request
@@ -21,6 +22,7 @@ from dhisparse_jax.engine.request import Request
 from dhisparse_jax.engine.roster import Roster
 from dhisparse_jax.engine.seat import ALONE
 from dhisparse_jax.engine.session import Session, check_session
+from dhisparse_jax.engine.whole import Whole
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.model import Params, ServedModel
 from dhisparse_jax.speculation.protocol import NO_DRAFT, Draft
@@ -37,6 +39,7 @@ class Engine(Machine):
     `submit` and `resume` queue a request, `advance` does one round of work, `cancel`, `preempt` and
     `save` act on a request at any time between two events. Requests enter in order of priority,
     then of arrival, and nobody overtakes the first in the queue: what fits alone runs some time.
+    All raise UserError once an exception, as of an interrupt, has broken off the engine's work.
 
     Args:
         model: the served model.
@@ -54,6 +57,7 @@ class Engine(Machine):
         pace: how many may run.
         stepwise: as of a machine.
         now: where seconds come from.
+        whole: false once an exception came out of its work, which may have cost the state.
 
     Raises:
         UserError: as `Machine`.
@@ -81,6 +85,7 @@ class Engine(Machine):
             machine.ledger = Ledger.of(cfg, limits.parking, len(self.machines))
         self.limits = limits
         self.now: Callable[[], float] = time.perf_counter
+        self.whole = Whole()
         self._reset()
 
     def _reset(self) -> None:
@@ -109,6 +114,7 @@ class Engine(Machine):
         Raises:
             UserError: as `submit`, before anything runs; or there are others, here or elsewhere.
         """
+        self.whole.check()
         if not self.idle:
             count = len(self._roster.jobs)
             raise UserError(f"{count} requests are in the engine; finish or cancel them")
@@ -160,12 +166,16 @@ class Engine(Machine):
         return self._queue(session.request, session.draw, priority, session)
 
     def cancel(self, number: int) -> bool:
-        """End a request, wherever it is; its last event says so. False: it has ended before."""
+        """End a request, wherever it is; its last event says so. False: it has ended before.
+
+        Where the engine's work was broken off, all have: cleanup finds nothing to do.
+        """
         job = self._roster.jobs.get(number)
-        if job is None:
+        if job is None or not self.whole:
             return False
-        self._pending.append(Finished(number, "cancelled"))
-        self._roster.end(job)
+        with self.whole:
+            self._pending.append(Finished(number, "cancelled"))
+            self._roster.end(job)
         return True
 
     def save(self, number: int) -> Session:
@@ -176,8 +186,9 @@ class Engine(Machine):
         Raises:
             UserError: there is no such request, or it has not produced a token yet.
         """
-        self._land()
-        return self._roster.session(number)
+        with self.whole:
+            self._land()
+            return self._roster.session(number)
 
     def preempt(self, number: int) -> bool:
         """Take a request out of its row; it waits again, behind those of its priority.
@@ -185,20 +196,25 @@ class Engine(Machine):
         Its host pages stay its own until the first in the queue needs them. Returns False where it
         has no row, has ended, or does not fit into the parking memory.
         """
-        self._land()
-        job = self._roster.jobs.get(number)
-        return job is not None and self._roster.yield_turn(job)
+        with self.whole:
+            self._land()
+            job = self._roster.jobs.get(number)
+            return job is not None and self._roster.yield_turn(job)
 
     def advance(self) -> Iterator[Event]:
         """One round: let in who fits, prefill, launch a dispatch, read the last. Can be resumed."""
-        yield from self._drain()
+        return self.whole.between(self._round())
+
+    def _round(self) -> Iterator[Event]:
+        """See `advance`."""
+        yield from deliver(self._pending, self._roster)
         yield from self._enter()
         ahead = self._launch()
         self._land()
         self._flight = ahead
         if ahead is None:
             self._last_end = None
-        yield from self._drain()
+        yield from deliver(self._pending, self._roster)
 
     def _check(self, request: Request) -> None:
         check_request(request, self.model, self.cfg, self.drafter.length)
@@ -207,8 +223,9 @@ class Engine(Machine):
     def _queue(self, request: Request, draw: int, priority: int, session: Session | None) -> int:
         job = Job(self._next, request, draw, outside=session)
         job.produced.extend(session.produced if session else ())
-        self._next += 1
-        self._roster.queue(job, priority)
+        with self.whole:
+            self._next += 1
+            self._roster.queue(job, priority)
         return job.number
 
     def _enter(self) -> Iterator[Event]:
@@ -220,7 +237,7 @@ class Engine(Machine):
                 return
             if self._flight is not None:
                 self._land()
-                yield from self._drain()
+                yield from deliver(self._pending, self._roster)
                 continue  # who is there, and what was asked, may be another now
             begin = self.now()
             jobs = self._roster.entering(self.pace.limit)
@@ -228,7 +245,7 @@ class Engine(Machine):
                 prefills = any(job.prefill is not None for job in jobs)
                 self._read(jobs)
                 self.pace.add_pause(self.now() - begin, prefills)
-                yield from self._drain()
+                yield from deliver(self._pending, self._roster)
             done += 1
 
     def _read(self, jobs: Sequence[Job]) -> None:
@@ -281,20 +298,3 @@ class Engine(Machine):
         """Take in new tokens of a request, to be delivered in their turn."""
         job.extend(tokens, self.cfg.capacity)
         self._pending.append(Part(job, tokens, job.reason))
-
-    def _drain(self) -> Iterator[Event]:
-        """Deliver what is pending; a request leaves its row when its last tokens are out."""
-        while self._pending:
-            item = self._pending.popleft()
-            if not isinstance(item, Part):
-                yield item
-                continue
-            if self._roster.jobs.get(item.job.number) is not item.job:
-                continue  # cancelled
-            if item.tokens:
-                if item.reason is not None:  # in its turn, also if nobody listens any more by then
-                    self._pending.appendleft(Part(item.job, (), item.reason))
-                yield NewTokens(item.job.number, item.tokens)
-            elif item.reason is not None:
-                self._roster.end(item.job)
-                yield Finished(item.job.number, item.reason)

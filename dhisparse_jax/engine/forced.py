@@ -38,14 +38,22 @@ def forced_logits(
         raise UserError(f"a split of {split} is outside 1..{count}, the number of tokens")
     if count + engine.cfg.queries - 1 > capacity:
         raise UserError(f"{count} tokens do not fit into a context of {capacity}")
-    entry = engine.sharing.enter(0, (), count)
     try:
-        prefill = engine.prefill(0, 0, tokens[:split], entry)  # of one device, so without chunks
-        hidden = yield from cast("Generator[Event, None, Hidden]", prefill)
-        yield from _prompt_logits(engine, hidden.now, split)
-        yield from _decode(engine, tokens, split)
+        yield from engine.whole.between(_pieces(engine, tokens, split))
     finally:
-        engine.leave(0)
+        if engine.whole:  # else an exception may have cost the state
+            engine.leave(0)
+
+
+def _pieces(
+    engine: Engine, tokens: Sequence[int], split: int
+) -> Iterator[Event | Float[np.ndarray, "n V"]]:
+    """See `forced_logits`."""
+    entry = engine.sharing.enter(0, (), len(tokens))
+    prefill = engine.prefill(0, 0, tokens[:split], entry)  # of one device, so without chunks
+    hidden = yield from cast("Generator[Event, None, Hidden]", prefill)
+    yield from _prompt_logits(engine, hidden.now, split)
+    yield from _decode(engine, tokens, split)
 
 
 def _prompt_logits(

@@ -1,5 +1,6 @@
 """Sizes of the state and of a prompt in bytes, and whether they fit into the memory there is."""
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -144,9 +145,19 @@ def pinned_bytes() -> int:
 
 
 def pinned_limit_bytes() -> int:
-    """Pinned host memory that JAX gives at most on a GPU."""
+    """Pinned host memory that JAX gives at most on a GPU.
+
+    Raises:
+        UserError: the variable that bounds it is not a number of GB.
+    """
     limit = os.environ.get(PINNED_LIMIT_VARIABLE, str(PINNED_LIMIT_DEFAULT_GB))
-    return int(float(limit) * 2**30)
+    with contextlib.suppress(ValueError):
+        size = float(limit)
+        if math.isfinite(size) and size >= 0:
+            return int(size * 2**30)
+    raise UserError(
+        f"{PINNED_LIMIT_VARIABLE}={limit} is not a number of GB; set it to one, as 64, or unset it"
+    )
 
 
 def default_hot_rows(geometry: Geometry, requests: int, capacity: int) -> int:

@@ -373,5 +373,7 @@ def test_recorded_selections_have_a_file_of_their_own(run, fake, prompt, tmp_pat
     assert run("decode", "-p", a, *both).error.endswith(f"are both {out}; name two files")
     error = run("decode", "-p", a, "--record-selections", tmp_path).error
     assert error == f"--record-selections {tmp_path} is a directory; name a file"
+    error = run("decode", "-p", a, "--record-selections", "-").error
+    assert error == "--record-selections -: only --json goes to standard output; name a file"
     assert fake.asked == {}
     assert [child.name for child in tmp_path.iterdir()] == ["a"]

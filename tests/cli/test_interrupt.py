@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from dhisparse_jax.cli import interrupt
 from dhisparse_jax.cli.interrupt import interrupts
 
 
@@ -25,3 +26,16 @@ def test_the_second_signal_is_raised_at_once():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
+    now = 7.0
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
+    with interrupts() as check:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+        now += 2 * interrupt.ECHO_SECONDS
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)

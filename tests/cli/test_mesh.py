@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dhisparse_jax.cli import mesh_options
+from dhisparse_jax.cli import meeting, mesh_options
 from dhisparse_jax.cli.decode import decode
 from dhisparse_jax.errors import UserError
 from tests.support.checkpoints import write_published
@@ -87,18 +87,16 @@ class Others:
     ],
 )
 def test_an_error_is_that_of_the_process_that_ended(monkeypatch, raised, lost, seen, did):
-    others, abandoned, found = Others(lost), [], None
-    monkeypatch.setattr(mesh_options, "meet", lambda *_: others)
-    monkeypatch.setattr(mesh_options, "ABANDONED", abandoned)
+    others, found = Others(lost), None
+    monkeypatch.setattr(meeting, "meet", lambda *_: others)
     try:
-        with mesh_options.together(mesh_options.MeshOptions("data=2", "a:1", "0/2")):
+        with meeting.together("a:1", "0/2"):
             if raised:
                 raise raised
-    except (Exception, KeyboardInterrupt) as error:
-        found = error
+    except meeting.Alone as alone:
+        found = alone.reason
     assert (type(found), str(found)) == (type(seen), str(seen))
     assert others.did == did
-    assert abandoned == ([others] if raised else [])
 
 
 MAIN = "import sys; from dhisparse_jax.cli.main import main; sys.exit(main())"

@@ -158,6 +158,13 @@ def test_what_is_pinned_counts_against_the_limit(monkeypatch):
     assert memory.free_host_bytes() == 0
 
 
+@pytest.mark.parametrize("value", ["64GB", "", "nan", "inf", "-1"])
+def test_a_limit_that_is_no_number_is_one_line(monkeypatch, value):
+    monkeypatch.setenv(memory.PINNED_LIMIT_VARIABLE, value)
+    with pytest.raises(UserError, match=f"_LIMIT_GB={value} is not a number of GB; set it to one"):
+        memory.pinned_limit_bytes()
+
+
 def test_default_hot_rows(monkeypatch):
     geometry = model()[0].geometry
     assert default_hot_rows(geometry, requests=3, capacity=96) == 32
