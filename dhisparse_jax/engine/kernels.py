@@ -1,7 +1,8 @@
 """Which implementation every operation of a decode step gets on this machine, and why.
 
 `packed_products` is none of them: served experts are products of groups of rows without a bound
-(`models.stored_experts`), where that operation has so much room for each matrix.
+(`models.stored_experts`), where that operation has so much room for each matrix. Neither is
+`round_rows`: served models multiply rows as they are.
 """
 
 from typing import Any
