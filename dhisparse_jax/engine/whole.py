@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from dhisparse_jax.errors import UserError
 
-T = TypeVar("T")
+Piece = TypeVar("Piece")
+"""What work gives while it goes on."""
 
 
 class Whole:
@@ -40,7 +41,7 @@ class Whole:
         """It is done if nothing was raised in the body, and not begun if it was refused."""
         self._at_work = kind is not None and not issubclass(kind, UserError)
 
-    def between(self, work: Iterable[T]) -> Iterator[T]:
+    def between(self, work: Iterable[Piece]) -> Iterator[Piece]:
         """Hand on what `work` gives. What is raised, or done, between two of it breaks nothing.
 
         Raises:
