@@ -255,8 +255,8 @@ class V41Shard:
                 f"entries with sinks, {len(config.index_sources)} index sources with top-K and "
                 "candidate blocks, mHC, n-grams, router, shared expert, "
                 f"{self.experts} of {config.num_experts} experts, head; weights random, matrices "
-                "fp8 with a scale per output channel, experts packed 4-bit with e8m0 scales for "
-                "each 32 inputs; bfloat16 products",
+                "fp8 with a scale per output channel and rows rounded to fp8, experts packed 4-bit "
+                "with e8m0 scales for each 32 inputs and bfloat16 rows",
                 f"rows of {row} B and index keys of {self.geometry.key_bytes} B: the 4-bit formats "
                 "of the model have no kernel",
                 f"tables of n-grams: 1 / {gpus} of their rows, looked up for this GPU's tokens",
