@@ -162,34 +162,30 @@ def _factors(scales: UInt8[Array, "columns scaled"], depth: int) -> Float[Array,
     return spread.reshape(columns, depth)
 
 
-ASSEMBLY = """
-{{
-    .reg .b32 pair, sign, zero;
-    mov.b32 zero, 0x80008000;
-
-    prmt.b32 pair, $2, 0, 0x4140;
+_PAIR = """
+    prmt.b32 pair, $2, 0, {bytes};
     shl.b32 sign, pair, {sign};
     and.b32 sign, sign, 0x80008000;
     shl.b32 pair, pair, {number};
     lop3.b32 pair, pair, 0x01c001c0, sign, 0xea;
-    fma.rn.bf16x2 $0, pair, $3, zero;
-
-    prmt.b32 pair, $2, 0, 0x4342;
-    shl.b32 sign, pair, {sign};
-    and.b32 sign, sign, 0x80008000;
-    shl.b32 pair, pair, {number};
-    lop3.b32 pair, pair, 0x01c001c0, sign, 0xea;
-    fma.rn.bf16x2 $1, pair, $4, zero;
-}}
+    fma.rn.bf16x2 {out}, pair, {factors}, zero;
 """
-"""Half of each of four bytes ($2) times the bytes' factors ($3, $4), in $0 and $1.
+"""Half of each of two bytes times their factors.
 
-Two bytes, each alone in 16 bits, are sxxxSXXX, of a high and a low number. The low one shifted by
-6, and by 12 for its sign, is S000000XXX000000: a bfloat16 with two bits of exponent and one of
+The two, each alone in 16 bits, are snnnSNNN, of a high and a low number. The low one shifted by 6,
+and by 12 for its sign, is S000000NNN000000: a bfloat16 with two bits of exponent and one of
 mantissa; 0xea stands for a & b | c. A product and -0 (`zero`) are that product."""
 
 LOW, HIGH = {"number": 6, "sign": 12}, {"number": 2, "sign": 8}
 """Where the numbers of a byte go from."""
+
+
+def assembly(shifts: dict[str, int]) -> str:
+    """Half of each of four bytes ($2) times the bytes' factors ($3, $4), to $0 and $1."""
+    first = _PAIR.format(bytes="0x4140", out="$0", factors="$3", **shifts)
+    second = _PAIR.format(bytes="0x4342", out="$1", factors="$4", **shifts)
+    begin = ".reg .b32 pair, sign, zero;\n    mov.b32 zero, 0x80008000;\n"
+    return f"\n{{\n    {begin}{first}{second}}}\n"
 
 
 def _numbers(
@@ -203,7 +199,7 @@ def _numbers(
     if interpret:
         return _numbers_in_jnp(bits, factor, shifts)
     (numbers,) = plgpu.elementwise_inline_asm(
-        ASSEMBLY.format(**shifts),
+        assembly(shifts),
         args=(bits, factor),
         constraints="=&r,=&r,r,r,r",
         pack=4,

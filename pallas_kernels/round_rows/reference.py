@@ -7,5 +7,6 @@ from pallas_kernels.common.scaled_rows import rescaled, scales_of
 
 def round_rows(x: Float[Array, "*n width"]) -> tuple[Float[Array, "*n width"], Float[Array, "*n"]]:
     """See `api.round_rows`."""
-    scales = scales_of(x.astype("float32"))
-    return rescaled(x.astype("float32"), scales), scales
+    wide = x.astype("float32")
+    scales = scales_of(wide)
+    return rescaled(wide, scales), scales

@@ -72,7 +72,7 @@ def test_the_assembly_unpacks_every_byte(shifts, half, scale):
     packed = np.arange(256, dtype=np.uint8).view(np.uint32)
     factor = np.full(256, (scale + triton.SHIFT) << triton.MANTISSA, np.uint16).view(np.uint32)
     given = {"$2": packed, "$3": factor[0::2], "$4": factor[1::2]}
-    after = executed(triton.ASSEMBLY.format(**shifts), given)
+    after = executed(triton.assembly(shifts), given)
     found = np.stack([after["$0"], after["$1"]], axis=-1).view(ml_dtypes.bfloat16).reshape(-1)
     numbers = (np.arange(256) >> half & 15).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
     wanted = np.ldexp(numbers.astype(np.float64), scale - 127 - triton.SHIFT)
