@@ -3,7 +3,9 @@
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,12 +43,12 @@ class Program(NamedTuple):
     """A compiled step.
 
     Attributes:
-        step: its programs.
+        load: makes its programs; the copies that groups have are large, so when the cell runs.
         scopes: of the instructions of each, by its name; see `stages.scopes_of`.
         seconds: that compiling took, tracing included.
     """
 
-    step: Segments
+    load: Callable[[], Segments]
     scopes: dict[str, dict[str, str]]
     seconds: float
 
@@ -68,7 +70,7 @@ def compile_step(setup: Setup, cell: Cell, compilers: Compilers) -> Program:
     compiling |= {which: compilers.pool.submit(each.compile) for which, each in programs.items()}
     made = {which: future.result() for which, future in compiling.items()}
     return Program(
-        step=compiled(step, made),
+        load=partial(compiled, step, made),
         scopes={which.name: scopes_of(program.as_text() or "") for which, program in made.items()},
         seconds=time.perf_counter() - begin,
     )

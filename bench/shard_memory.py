@@ -33,7 +33,8 @@ def fitted(setup: Setup, cell: Cell, limit: float) -> Cell:
     held = lambda fit: dataclasses.replace(cell, requests=fit.requests, hot_rows=fit.hot_rows)
     fits = lambda fit: account(setup, held(fit)).device_bytes <= limit
     top_k = setup.model.config.index_top_k
-    found = fit(cell.policy, cell.requests, setup.capacity, top_k, fits)
+    queries = setup.drafter.length + 1
+    found = fit(cell.policy, cell.requests, setup.capacity, top_k, queries, fits)
     if not found.requests:
         least = account(setup, held(Fit(1, found.hot_rows))).device_bytes
         raise UserError(

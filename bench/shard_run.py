@@ -78,7 +78,7 @@ class _Stepper:
         self.state = state
         self.outputs: list[StepOutput] = []
         self.dispatching = 0.0
-        self._step = program.step
+        self._step = program.load()
         self._params = loaded.params, loaded.draft_params
         self._profile = jax.device_put(no_profile(cfg), device)
         self._free = deque(jax.device_put(places(cfg, 1), device))

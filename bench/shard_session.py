@@ -59,7 +59,7 @@ class Asked:
     gpus: int
     survival: tuple[float, ...]
     device_bytes: float
-    host_bytes: float
+    host_bytes: int
 
     @property
     def room(self) -> int:
@@ -89,8 +89,7 @@ class Asked:
     def host_requests(self) -> int:
         """Requests whose histories host memory holds, at most as many as there will be."""
         model = shard_of(self.model, self.layers, self.gpus)
-        held = host_requests(model, self.capacity, self.host_bytes)
-        return max(1, min(max(self.loads), held))
+        return max(1, host_requests(model, self.capacity, max(self.loads), self.host_bytes))
 
 
 class Planned(NamedTuple):

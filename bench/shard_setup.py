@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.pinned import placed
 from bench.replayed import ReplayedDraft
 from bench.shard_cells import Cell, replaying
 from bench.shard_glm import glm_shard
@@ -18,6 +19,7 @@ from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.configs.presets import GLM_PRESETS
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.speculation.protocol import Drafter
+from pallas_kernels.common.rows import WORD_BYTES
 
 HOST_PAGE = 16
 
@@ -73,8 +75,8 @@ def capacity_of(context: int, room: int) -> int:
     return -(-(context + room) // HOST_PAGE) * HOST_PAGE
 
 
-def host_requests(model: Shard, capacity: int, host_bytes: float) -> int:
-    """Requests of so many positions whose records and keys fit into so much host memory."""
+def host_requests(model: Shard, capacity: int, most: int, host_bytes: int) -> int:
+    """Requests of so many positions, at most `most`, whose records and keys pinned memory holds."""
     probe = HierarchyConfig(
         geometry=model.geometry,
         policy=Policy.FIXED,
@@ -83,7 +85,16 @@ def host_requests(model: Shard, capacity: int, host_bytes: float) -> int:
         hot_rows=1,
         host_page=HOST_PAGE,
     )
-    return int(host_bytes) // (probe.row_pages * probe.host_page_bytes)
+    words = [
+        each
+        for pool in range(probe.pools)
+        for each in (
+            probe.host_rows(pool) * probe.record_words(pool),
+            probe.host_rows(pool) * probe.key_words,
+        )
+    ]
+    fits = lambda count: placed([WORD_BYTES * count * each for each in words], host_bytes)
+    return next((count for count in range(most, 0, -1) if fits(count)), 0)
 
 
 def abstract_setup(  # noqa: PLR0913  # what a command asks for

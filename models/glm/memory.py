@@ -11,6 +11,7 @@ from typing import NamedTuple
 from dhisparse_jax.config import HierarchyConfig, Policy
 from dhisparse_jax.engine.memory import sizes
 from dhisparse_jax.speculation.protocol import Drafter
+from dhisparse_jax.speculation.schedule import UNION_GROWTH
 
 WORKSPACE_BYTES = 2.3e9
 """For what a step computes, and what memory allocators lose."""
@@ -23,7 +24,8 @@ ROWS_UNIT = 256
 """Hot slots come in multiples of it."""
 
 FIXED_ROWS = 2
-"""Slots of `fixed` per request, in units of the top-K: HiSparse's default."""
+"""Slots of `fixed` per request, in units of the top-K: HiSparse's default. With fewer, `adaptive`
+fetches so much more that another request lowers the output of all."""
 
 
 class Account(NamedTuple):
@@ -81,21 +83,24 @@ def fit(
     requests: int,
     capacity: int,
     top_k: int,
+    queries: int,
     fits: Callable[[Fit], bool],
 ) -> Fit:
     """As many requests as fit, and for `adaptive` the most hot slots that they can have.
 
     Args:
-        policy: how budgets are set; `adaptive` takes in requests down to one selection each.
+        policy: how budgets are set; `adaptive` takes in requests down to twice what a step of each
+            is expected to select, which for one query is the budget of `fixed`.
         requests: that there are.
         capacity: positions of each.
         top_k: size of a selection.
+        queries: of a step and request.
         fits: whether so many requests with so many hot slots fit; less of either fits too.
     """
     least = {
         Policy.RESIDENT: capacity,
         Policy.FIXED: min(capacity, FIXED_ROWS * top_k),
-        Policy.ADAPTIVE: min(capacity, top_k),
+        Policy.ADAPTIVE: min(capacity, _twice_a_step(top_k, queries)),
     }[policy]
     running = _largest(requests, lambda count: fits(Fit(count, least)))
     if policy is not Policy.ADAPTIVE or not running:
@@ -104,6 +109,11 @@ def fit(
         math.ceil(capacity / ROWS_UNIT), lambda units: fits(Fit(running, units * ROWS_UNIT))
     )
     return Fit(running, max(least, units * ROWS_UNIT))
+
+
+def _twice_a_step(top_k: int, queries: int) -> int:
+    """Twice the rows that a step of so many queries is expected to select, in whole units."""
+    return ROWS_UNIT * math.ceil(FIXED_ROWS * top_k * queries**UNION_GROWTH / ROWS_UNIT)
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -199,7 +199,7 @@ def _planned(asked: Deployment, draft: Draft, policy: Policy) -> Planned:
     held = lambda fit: account(weights, config.vocab_size, sized(fit), draft.drafter, draft.bytes)
     limit = asked.gpu.device_bytes
     fits = lambda fit: held(fit).device_bytes <= limit
-    found = fit(policy, asked.requests, asked.capacity, config.index_top_k, fits)
+    found = fit(policy, asked.requests, asked.capacity, config.index_top_k, queries, fits)
     some = found._replace(requests=max(1, found.requests))
     tokens = _tokens_per_step(asked, draft)
     return Planned(

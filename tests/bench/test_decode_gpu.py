@@ -12,6 +12,7 @@ import pytest
 
 from bench.replayed import accepted_proposals, followed, selections
 from bench.script import Script
+from bench.pinned import placed
 from bench.shard_cells import Cell, decode_state, no_profile, replaying
 from bench.shard_experts import expert_room, run_experts, uniform_picks
 from bench.shard_figures import reached
@@ -139,9 +140,31 @@ def test_requests_without_host_pages_of_their_own_share_them():
 
 
 def test_host_memory_has_whole_requests():
-    """100,000 positions of GLM-5.3: records of 52,608 bytes, and keys of 21 x 256."""
-    each = 100_000 * (2 * 768 + 19 * 2688 + 21 * 256)
-    assert host_requests(shard_of("glm-5.3", None, 8), 100_000, 16.9 * each) == 16
+    """100,000 positions of GLM-5.3: arrays of 4, 1.2 and 0.4 GiB that regions do not fill."""
+    share = shard_of("glm-5.3", None, 8)
+    held = lambda gigabytes: host_requests(share, 100_000, 16, gigabytes * 2**30)
+    assert [held(1), held(6), held(90), held(97), held(1000)] == [0, 1, 15, 16, 16]
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("arrays", "least"),
+    [
+        ([1], 1),
+        ([3], 3),  # its region would be 4, and is what is left
+        ([3, 3], 7),  # 4 and 3
+        ([3, 3, 2], 9),  # the second region is 5, and 2 behind
+        ([3, 3, 2, 3], 12),  # 4, 8: all of it
+        ([1, 1, 1, 1], 4),  # 1, 2 of two, 1
+        ([3, 1, 3], 7),  # the small one behind the first
+    ],
+)
+def test_arrays_fall_into_regions_that_double(arrays, least):
+    sizes = [GIB * each for each in arrays]
+    assert placed(sizes, GIB * least)
+    assert not placed(sizes, GIB * least - 1)
 
 
 @pytest.mark.parametrize("mean", [1.5, 3.97, 5.29, 7.5])
