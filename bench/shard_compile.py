@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from bench.shard_cells import Cell, abstract_operands
+from bench.shard_programs import Between
 from bench.shard_segments import Segments, Which, compiled, lowered, segments
 from bench.shard_setup import Setup
 from bench.stages import scopes_of
@@ -44,11 +45,13 @@ class Program(NamedTuple):
 
     Attributes:
         load: makes its programs; the copies that groups have are large, so when the cell runs.
+        between: shapes of what goes from program to program.
         scopes: of the instructions of each, by its name; see `stages.scopes_of`.
         seconds: that compiling took, tracing included.
     """
 
     load: Callable[[], Segments]
+    between: Between
     scopes: dict[str, dict[str, str]]
     seconds: float
 
@@ -62,7 +65,9 @@ def compile_step(setup: Setup, cell: Cell, compilers: Compilers) -> Program:
     most, tokens = Which("groups", max(step.groups)), cfg.requests * cfg.queries
     compiling: dict[Which, Future[Any]] = {}
     with compilers.tracing:
-        programs = dict(lowered(step, _placed(operands)))
+        placed = _placed(operands)
+        between = step.between(*placed[:4])
+        programs = dict(lowered(step, (*placed, _placed(between))))
         if tokens not in compilers.first:  # in the last group all layers have experts
             compilers.first[tokens] = compilers.pool.submit(programs.pop(most).compile)
             compiling[most] = compilers.first[tokens]
@@ -71,6 +76,7 @@ def compile_step(setup: Setup, cell: Cell, compilers: Compilers) -> Program:
     made = {which: future.result() for which, future in compiling.items()}
     return Program(
         load=partial(compiled, step, made),
+        between=between,
         scopes={which.name: scopes_of(program.as_text() or "") for which, program in made.items()},
         seconds=time.perf_counter() - begin,
     )

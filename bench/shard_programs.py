@@ -6,7 +6,6 @@ given.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +26,9 @@ from dhisparse_jax.step import Asked, DecodeState, Speculation, ask, settle
 from dhisparse_jax.verify import decode_group
 
 Place = Int[Array, ""]
+
+ROWS = ("benefit", "counts", "hot_records", "selection")
+"""Leaves of a hierarchy, or trees of them, that have a row for every pool and change in a group."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,33 @@ class Parts:
     Attributes:
         pool: the pool.
         hot: its hot pool.
+        rows: what the hierarchy has of every pool, by name: a row each.
+        step: its clock.
     """
 
     pool: PoolState
     hot: HotPool
+    rows: dict[str, Any]
+    step: Int[Array, ""]
+
+
+@pytree
+class Between:
+    """What the programs of a step hand on; those of the next step put theirs in its place.
+
+    A GPU keeps the kernels of a program as a graph, and the host has to tell every kernel of it
+    when its operands have moved. So nothing moves: what a program makes takes the place of what it
+    made in the step before, which it is given for that.
+
+    Attributes:
+        asked: by the first program.
+        x: hidden states, of each program in turn.
+        taps: of the groups that the drafter reads, by pool.
+    """
+
+    asked: Asked
+    x: Float[Array, "R T D"]
+    taps: tuple[tuple[Float[Array, "R T D"], ...], ...]
 
 
 def begin(
@@ -66,8 +91,9 @@ def begin(
     draft_params: Any,  # noqa: ANN401
     profile: Profile,
     state: DecodeState,
+    _: tuple[Asked, Float[Array, "R T D"]],
 ) -> tuple[Asked, Float[Array, "R T D"]]:
-    """Ask, and embed."""
+    """Ask, and embed, in the place of what is donated."""
     asked = ask(speculation, cfg, draft_params, profile, state)
     with jax.named_scope("embed"):
         return asked, model.embed(params, asked.block)
@@ -81,22 +107,26 @@ def group(  # noqa: PLR0913  # what jit binds, and what it is called with
     weights: Any,  # noqa: ANN401
     replay: Replay,
     where: tuple[Place, Place],
-    x: Float[Array, "R T D"],
     block: Int[Array, "R T"],
     live: Int[Array, " R"],
     rest: HierarchyState,
+    x: Float[Array, "R T D"],
+    _: tuple[Float[Array, "R T D"], ...],
     parts: Parts,
-) -> tuple[Float[Array, "R T D"], tuple[Float[Array, "R T D"], ...], Parts, dict[str, Any]]:
+) -> tuple[Float[Array, "R T D"], tuple[Float[Array, "R T D"], ...], Parts]:
     """The group of pool `where[0]`, which is `where[1]` in its hot pool, as that of `stands`.
 
-    Drafters read the layers at `places` of it.
+    Drafters read the layers at `places` of it. Results take the place of what is donated: `x`, the
+    hidden states there of the step before, and `parts`.
     """
     pool, member = where
     sizes = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     view = OneOfItsKind(**sizes, member=member)
-    number, _ = cfg.hot_pool_of(stands)
+    number = cfg.hot_pool_of(stands)[0]
     state = dataclasses.replace(
-        _with_rows(rest, lambda leaf: with_row(leaf, stands, leaf[pool])),
+        rest,
+        **jax.tree.map(lambda leaf: with_row(leaf, stands, leaf[pool]), parts.rows),
+        step=parts.step,
         pools=_alone(parts.pool, stands),
         hot=_alone(parts.hot, number),
         active=rest.active & (live > 0),
@@ -115,20 +145,14 @@ def group(  # noqa: PLR0913  # what jit binds, and what it is called with
         places,
     )
     back = lambda old, new: with_row(old, pool, new[stands])
-    rows = jax.tree.map(back, _rows(rest), _rows(state))
-    parts = Parts(pool=state.pools[stands], hot=state.hot[number])
-    return x, taps, parts, {**rows, "step": state.step}
+    rows = jax.tree.map(back, parts.rows, rows_of(state))
+    after = Parts(pool=state.pools[stands], hot=state.hot[number], rows=rows, step=state.step)
+    return x, taps, after
 
 
-def _rows(state: HierarchyState) -> dict[str, Any]:
+def rows_of(state: HierarchyState) -> dict[str, Any]:
     """What the group of a pool writes, by rows of pools."""
-    return {
-        name: getattr(state, name) for name in ("benefit", "counts", "hot_records", "selection")
-    }
-
-
-def _with_rows(state: HierarchyState, change: Callable[[Array], Array]) -> HierarchyState:
-    return dataclasses.replace(state, **jax.tree.map(change, _rows(state)))
+    return {name: getattr(state, name) for name in ROWS}
 
 
 def _alone(one: Any, place: int) -> Any:  # noqa: ANN401

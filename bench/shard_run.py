@@ -12,6 +12,7 @@ from bench.shard_cells import Cell, decode_state, no_profile
 from bench.shard_compile import Program
 from bench.shard_figures import figures_of, reached
 from bench.shard_load import Loaded
+from bench.shard_segments import zeros_like
 from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
 from bench.stages import Event, Kernel, Scopes, by_stage, profiled, timeline
 from dhisparse_jax.config import HierarchyConfig
@@ -82,6 +83,7 @@ class _Stepper:
         self._params = loaded.params, loaded.draft_params
         self._profile = jax.device_put(no_profile(cfg), device)
         self._free = deque(jax.device_put(places(cfg, 1), device))
+        self._between = jax.device_put(zeros_like(program.between), device)
 
     def advance(self, count: int) -> float:
         """Seconds that so many steps take."""
@@ -89,7 +91,9 @@ class _Stepper:
         for _ in range(count):
             place = self._free.popleft()
             called = time.perf_counter()
-            self.state, out = self._step(*self._params, self._profile, self.state, place)
+            self.state, out, self._between = self._step(
+                *self._params, self._profile, self.state, place, self._between
+            )
             self.dispatching += time.perf_counter() - called
             pending.append(out)
             if len(pending) > 1:

@@ -6,17 +6,16 @@ group, and one that settles (`bench.shard_programs`), dispatched one after the o
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jaxtyping import Array
 
 from bench import shard_programs as programs
-from bench.shard_programs import Parts, Place
+from bench.shard_programs import Between, Parts, Place
 from bench.shard_protocol import Shard
 from bench.shard_replay import ShardParams
 from dhisparse_jax.config import HierarchyConfig
@@ -33,6 +32,7 @@ class Segments:
 
     Attributes:
         model: the share.
+        speculation: who proposes.
         cfg: sizes of the hierarchy.
         taps: layers that the drafter reads.
         places: of these in the groups that a program runs, by the pool that stands for its kind.
@@ -44,6 +44,7 @@ class Segments:
     """
 
     model: Shard
+    speculation: Speculation
     cfg: HierarchyConfig
     taps: tuple[int, ...]
     places: dict[int, tuple[int, ...]]
@@ -53,26 +54,58 @@ class Segments:
     groups: dict[int, Callable[..., Any]]
     end: Callable[..., Any]
 
-    def __call__(
+    def __call__(  # what a step takes
         self,
         params: ShardParams,
         draft_params: Any,  # noqa: ANN401  # a drafter's own
         profile: Profile,
         state: DecodeState,
         place: Packed,
-    ) -> tuple[DecodeState, Packed]:
-        """A step, as `engine.output.packed_steps` does it."""
-        asked, x = self.begin(*self.begin_operands(params, draft_params, profile, state))
-        hierarchy, tapped = state.hierarchy, dict[int, Array]()
+        between: Between,
+    ) -> tuple[DecodeState, Packed, Between]:
+        """A step, as `engine.output.packed_steps` does it; donate the last three."""
+        begin = self.begin_operands(params, draft_params, profile, state)
+        asked, x = self.begin(*begin, (between.asked, between.x))
+        hierarchy, taps = state.hierarchy, list(between.taps)
         for pool, stands in enumerate(self.model_pool):
-            operands = self.group_operands(params, pool, hierarchy, x, asked)
-            x, here, parts, rows = self.groups.get(pool, self.groups[stands])(*operands)
-            hierarchy = with_parts(hierarchy, self.cfg, pool, parts, rows)
-            layers = layers_of(self.cfg.geometry, pool, self.places[stands])
-            tapped |= zip(layers, here, strict=True)
-        features = tuple(tapped[layer] for layer in self.taps)
+            operands = self.group_operands(params, pool, hierarchy, asked)
+            x, taps[pool], parts = self.groups.get(pool, self.groups[stands])(
+                *operands, x, taps[pool], parts_of(hierarchy, self.cfg, pool)
+            )
+            hierarchy = with_parts(hierarchy, self.cfg, pool, parts)
         state = dataclasses.replace(state, hierarchy=hierarchy)
-        return self.end(*self.end_operands(params, draft_params, state, asked, x, features), place)
+        end = self.end_operands(params, draft_params, state, asked, x, self.tapped(taps))
+        state, place = self.end(*end, place)
+        return state, place, Between(asked=asked, x=x, taps=tuple(taps))
+
+    def tapped(self, taps: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What the drafter reads, of what groups have tapped."""
+        found: dict[int, Any] = {}
+        for pool, (stands, here) in enumerate(zip(self.model_pool, taps, strict=True)):
+            layers = layers_of(self.cfg.geometry, pool, self.places[stands])
+            found |= zip(layers, here, strict=True)
+        return tuple(found[layer] for layer in self.taps)
+
+    def between(
+        self,
+        params: ShardParams,
+        draft_params: Any,  # noqa: ANN401
+        profile: Profile,
+        state: DecodeState,
+    ) -> Between:
+        """Shapes of what goes from program to program."""
+        begin = partial(programs.begin, self.model, self.speculation, self.cfg)
+        operands = self.begin_operands(params, draft_params, profile, state)
+        asked, x = jax.eval_shape(begin, *operands, None)
+        kind = next((kind for kind, places in self.places.items() if places), None)
+        tapped: Any = None
+        if kind is not None:  # all have the same shape
+            group = partial(programs.group, self.model, self.cfg, kind, self.places[kind])
+            given = self.group_operands(params, kind, state.hierarchy, asked)
+            parts = parts_of(state.hierarchy, self.cfg, kind)
+            tapped = jax.eval_shape(group, *given, x, None, parts)[1][0]
+        taps = tuple((tapped,) * len(self.places[stands]) for stands in self.model_pool)
+        return Between(asked=asked, x=x, taps=taps)
 
     def begin_operands(
         self,
@@ -91,15 +124,13 @@ class Segments:
         params: ShardParams,
         pool: int,
         hierarchy: HierarchyState,
-        x: Any,  # noqa: ANN401
         asked: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
-        """What the program of a group takes."""
-        number, _ = self.cfg.hot_pool_of(pool)
-        parts = Parts(pool=hierarchy.pools[pool], hot=hierarchy.hot[number])
+        """What the program of a group takes, but for what is donated."""
         own = self.model.group_weights(params.weights, pool, self.model_pool[pool])
-        tokens, rest = (asked.block, asked.live), _rest(hierarchy)
-        return own, params.replay, self.where[pool], x, *tokens, rest, parts
+        nothing = dict.fromkeys((*programs.ROWS, "step"))
+        rest = dataclasses.replace(_rest(hierarchy), **nothing)  # type: ignore[arg-type]
+        return own, params.replay, self.where[pool], asked.block, asked.live, rest
 
     def end_operands(
         self,
@@ -125,6 +156,7 @@ def segments(model: Shard, speculation: Speculation, cfg: HierarchyConfig) -> Se
     own = lambda pool: partial(programs.group, model, cfg, pool, places[pool])
     return Segments(
         model=model,
+        speculation=speculation,
         cfg=cfg,
         taps=taps,
         places=places,
@@ -132,8 +164,8 @@ def segments(model: Shard, speculation: Speculation, cfg: HierarchyConfig) -> Se
         where=tuple(
             (jnp.int32(pool), jnp.int32(cfg.hot_pool_of(pool)[1])) for pool in range(cfg.pools)
         ),
-        begin=_named(partial(programs.begin, model, speculation, cfg), "begin", ()),
-        groups={pool: _named(own(pool), Which("groups", pool).name, (7,)) for pool in places},
+        begin=_named(partial(programs.begin, model, speculation, cfg), "begin", (4,)),
+        groups={pool: _named(own(pool), Which("groups", pool).name, (6, 7, 8)) for pool in places},
         end=_named(partial(programs.end, model, speculation, cfg), "end", (5, 6)),
     )
 
@@ -144,6 +176,11 @@ def _tapped(
     """Places of what a drafter reads in any of the groups that a pool stands for."""
     others = (other for other, stand in enumerate(stands) if stand == pool)
     return tuple(sorted({p for other in others for p in places_of(cfg.geometry, other, taps)}))
+
+
+def zeros_like(shapes: Between) -> Between:
+    """Arrays of these shapes, for a first step."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 class Which(NamedTuple):
@@ -160,17 +197,15 @@ class Which(NamedTuple):
 
 def lowered(seg: Segments, operands: tuple[Any, ...]) -> Iterator[tuple[Which, Any]]:
     """Every program, lowered from shapes."""
-    params, draft_params, profile, state, place = operands
+    params, draft_params, profile, state, place, between = operands
+    asked, x = between.asked, between.x
     begin = seg.begin_operands(params, draft_params, profile, state)
-    yield Which("begin"), seg.begin.lower(*begin)  # type: ignore[attr-defined]
-    asked, x = jax.eval_shape(seg.begin, *begin)
-    tapped: tuple[Any, ...] = ()
+    yield Which("begin"), seg.begin.lower(*begin, (asked, x))  # type: ignore[attr-defined]
     for pool, program in seg.groups.items():
-        group = seg.group_operands(params, pool, state.hierarchy, x, asked)
-        if seg.places[pool]:
-            _, tapped, *_ = jax.eval_shape(program, *group)
-        yield Which("groups", pool), program.lower(*group)  # type: ignore[attr-defined]
-    features = tuple(tapped[0] for _ in seg.taps)
+        group = seg.group_operands(params, pool, state.hierarchy, asked)
+        donated = x, between.taps[pool], parts_of(state.hierarchy, seg.cfg, pool)
+        yield Which("groups", pool), program.lower(*group, *donated)  # type: ignore[attr-defined]
+    features = seg.tapped(between.taps)
     end = seg.end_operands(params, draft_params, state, asked, x, features)
     yield Which("end"), seg.end.lower(*end, place)  # type: ignore[attr-defined]
 
@@ -191,18 +226,23 @@ def compiled(seg: Segments, made: Mapping[Which, Any]) -> Segments:
     return dataclasses.replace(seg, begin=begin, groups=groups, end=end)
 
 
+def parts_of(hierarchy: HierarchyState, cfg: HierarchyConfig, pool: int) -> Parts:
+    """What the program of a group changes."""
+    hot = hierarchy.hot[cfg.hot_pool_of(pool)[0]]
+    rows = programs.rows_of(hierarchy)
+    return Parts(pool=hierarchy.pools[pool], hot=hot, rows=rows, step=hierarchy.step)
+
+
 def with_parts(
-    hierarchy: HierarchyState,
-    cfg: HierarchyConfig,
-    pool: int,
-    parts: Parts,
-    rows: dict[str, Any],
+    hierarchy: HierarchyState, cfg: HierarchyConfig, pool: int, parts: Parts
 ) -> HierarchyState:
     """The hierarchy with what the program of a group has changed."""
     number, _ = cfg.hot_pool_of(pool)
     pools, hot = list(hierarchy.pools), list(hierarchy.hot)
     pools[pool], hot[number] = parts.pool, parts.hot
-    return dataclasses.replace(hierarchy, pools=tuple(pools), hot=tuple(hot), **rows)
+    return dataclasses.replace(
+        hierarchy, pools=tuple(pools), hot=tuple(hot), step=parts.step, **parts.rows
+    )
 
 
 def _rest(hierarchy: HierarchyState) -> HierarchyState:
@@ -216,4 +256,5 @@ def _named(function: Callable[..., Any], name: str, donated: tuple[int, ...]) ->
         return function(*operands)
 
     program.__name__ = name
-    return jax.jit(program, donate_argnums=donated)
+    # What is donated for its place alone is not read, and JAX would leave it out.
+    return jax.jit(program, donate_argnums=donated, keep_unused=True)

@@ -108,11 +108,10 @@ def compile_tpu_step(setup: Setup, cell: Cell, topology: str) -> dict[str, TpuPr
     with ahead_of_time(TOPOLOGIES[topology]), _not_kept():
         cfg = setup.config(cell)
         operands = abstract_operands(cfg, setup.drafter, setup.params, setup.draft_params)
-        shapes, _ = _placed(operands, mesh)
+        step = segments(setup.model, Speculation(setup.drafter), cfg)
+        shapes, _ = _placed((*operands, step.between(*operands[:4])), mesh)
         begin = time.perf_counter()
-        for which, program in lowered(
-            segments(setup.model, Speculation(setup.drafter), cfg), shapes
-        ):
+        for which, program in lowered(step, shapes):
             compiled = program.compile()
             host_bytes = compiled.memory_analysis().host_argument_size_in_bytes
             now = time.perf_counter()

@@ -79,7 +79,8 @@ class Compiled:
         # The oldest chunk is overwritten by the newest, which may hold a single token.
         self.tap_rows = min(room, (-(-window // chunk) + 1) * chunk)
         step = partial(packed_steps, steps, model, speculation, cfg, form)
-        self.step = jax.jit(full_precision(step), donate_argnums=(3, 4))
+        # The place of the output is not read: JAX would leave it out, and its memory with it.
+        self.step = jax.jit(full_precision(step), donate_argnums=(3, 4), keep_unused=True)
         self.forward = jax.jit(full_precision(partial(forward, model, cfg)), donate_argnums=1)
         self.finish = jax.jit(lambda state, n: finish_step(state, cfg, n), donate_argnums=0)
         self.embed = jax.jit(partial(_embed, model, len(drafter.taps), self.tap_rows))

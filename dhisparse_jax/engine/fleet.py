@@ -181,7 +181,8 @@ class Fleet:
         )
         # Else the host pools would be taken for device arrays.
         shardings = shardings_of(self._mesh, self._specs, lifted(self._here[0].cell()))
-        return jax.jit(mapped, donate_argnums=(3, 4), out_shardings=(shardings, None))
+        out_shardings = shardings, None
+        return jax.jit(mapped, donate_argnums=(3, 4), keep_unused=True, out_shardings=out_shardings)
 
     def _new_places(self) -> list[Packed]:
         first = self._here[0]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.pinned import placed
 from bench.replayed import accepted_proposals, followed, selections
 from bench.script import Script
-from bench.pinned import placed
 from bench.shard_cells import Cell, decode_state, no_profile, replaying
 from bench.shard_experts import expert_room, run_experts, uniform_picks
 from bench.shard_figures import reached
@@ -22,7 +22,7 @@ from bench.shard_memory import account, fitted
 from bench.shard_products import gated, times_each
 from bench.shard_replay import ShardParams
 from bench.shard_report import ratios
-from bench.shard_segments import segments
+from bench.shard_segments import segments, zeros_like
 from bench.shard_setup import abstract_setup, host_requests, shard_of
 from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
@@ -36,7 +36,7 @@ from dhisparse_jax.configs.workload import PUBLISHED_SURVIVAL, survival_for, tok
 from dhisparse_jax.engine.output import packed_steps, places, unpacked
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.hierarchy.invariants import check_invariants
-from dhisparse_jax.hierarchy.state import abstract
+from dhisparse_jax.hierarchy.state import abstract, host_sharding
 from dhisparse_jax.models.glm.costs import StepLoad, step_seconds, step_work, weight_bytes
 from dhisparse_jax.models.share import rounded
 from dhisparse_jax.step import Speculation
@@ -433,9 +433,10 @@ def test_a_step_in_pieces_is_the_step(model, policy, draft, programs):
     ends = []
     for step, operand in ((whole, jax.tree.leaves(params)), (pieces, params)):
         state, outputs = begun(setup, cfg, replay), []
+        operands = operand, draft_params, no_profile(cfg)
+        between = [] if step is whole else [zeros_like(pieces.between(*operands, state))]
         for _ in range(3):
-            place = places(cfg, 1)[0]
-            state, place = step(operand, draft_params, no_profile(cfg), state, place)
+            state, place, *between = step(*operands, state, places(cfg, 1)[0], *between)
             outputs.append(unpacked(place))
         ends.append((state, outputs))
     one, other = (jax.tree.leaves_with_path(end) for end in ends)
@@ -468,9 +469,11 @@ def test_a_cell_fetches_what_the_simulator_says():
     params = ShardParams(weights=setup.model.random_weights(), replay=replay)
     state = begun(setup, cfg, replay)
     step = segments(setup.model, Speculation(setup.drafter), cfg)
-    place, seen = places(cfg, 1)[0], []
+    place, seen, operands = places(cfg, 1)[0], [], (params, (), no_profile(cfg))
+    between, where = zeros_like(step.between(*operands, state)), []
     for _ in range(12):
-        state, place = step(params, (), no_profile(cfg), state, place)
+        state, place, between = step(*operands, state, place, between)
+        where.append(addresses((state, between)))
         output = unpacked(place)
         assert (output.tokens[0] == text).all() and (output.count == 1).all()
         seen.append(output.records.fetched[0])
@@ -482,3 +485,14 @@ def test_a_cell_fetches_what_the_simulator_says():
         simulated.join(ways[:, row].tolist())
     np.testing.assert_array_equal(np.stack(seen), simulated.run(12).fetched)
     assert check_invariants(state.hierarchy, cfg)["hot_equals_host"]
+    # What kernels read and write stays where it is, so their graphs need no update.
+    assert len(set(where)) == 1
+
+
+def addresses(tree):
+    """Of all arrays in the memory of a device that change."""
+    leaves = jax.tree.leaves(tree)
+    kinds = (host_sharding().memory_kind,) if jax.__version_info__ >= (0, 11) else ()
+    return tuple(
+        leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.sharding.memory_kind not in kinds
+    )

@@ -79,7 +79,7 @@ def test_one_program_per_function(served):
 
 in_place = pytest.mark.xfail(
     jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 11),
-    reason="a CPU copies donated host pools on jax 0.11.2",
+    reason="a CPU copies donated host pools on jax 0.11.2, and donated arrays that were read",
     strict=True,
 )
 
@@ -103,6 +103,16 @@ def test_state_stays_in_place(served):
     assert len(seen) > 20
     assert all(now == before for now in seen)
     assert pointers(served.state) == before
+
+
+@in_place
+def test_outputs_are_in_two_places(served):
+    """What a graph of kernels writes has one of two addresses."""
+    seen = []
+    place = lambda: served._places[-1].numbers.unsafe_buffer_pointer()
+    run(served, [request(40, 30), request(9, 20)], after_step=lambda: seen.append(place()))
+    assert len(seen) > 20
+    assert len(set(seen)) == 2
 
 
 @in_place
