@@ -6,10 +6,12 @@ given.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
@@ -18,7 +20,7 @@ from bench.shard_replay import Replay, ShardParams, as_that_of
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.engine.output import Packed, packed
 from dhisparse_jax.hierarchy.append import query_positions
-from dhisparse_jax.hierarchy.state import HierarchyState, HotPool, PoolState
+from dhisparse_jax.hierarchy.state import HierarchyState, HotPool, PoolState, abstract
 from dhisparse_jax.hierarchy.update import with_row
 from dhisparse_jax.pytree import state as pytree
 from dhisparse_jax.speculation.schedule import Profile
@@ -54,13 +56,13 @@ class Parts:
     Attributes:
         pool: the pool.
         hot: its hot pool.
-        rows: what the hierarchy has of every pool, by name: a row each.
-        step: its clock.
+        rows: see `rows_of`.
+        step: clock of the hierarchy.
     """
 
     pool: PoolState
     hot: HotPool
-    rows: dict[str, Any]
+    rows: Int[Array, "pools R n"]
     step: Int[Array, ""]
 
 
@@ -75,15 +77,20 @@ class Between:
     Attributes:
         asked: by the first program.
         x: hidden states, of each program in turn.
+        rows: see `rows_of`, likewise.
         taps: of the groups that the drafter reads, by pool.
     """
 
     asked: Asked
     x: Float[Array, "R T D"]
+    rows: Int[Array, "pools R n"]
     taps: tuple[tuple[Float[Array, "R T D"], ...], ...]
 
 
-def begin(
+Begun = tuple[Asked, Float[Array, "R T D"], Int[Array, "pools R n"]]
+
+
+def begin(  # what jit binds, and what it is called with
     model: Shard,
     speculation: Speculation,
     cfg: HierarchyConfig,
@@ -91,12 +98,12 @@ def begin(
     draft_params: Any,  # noqa: ANN401
     profile: Profile,
     state: DecodeState,
-    _: tuple[Asked, Float[Array, "R T D"]],
-) -> tuple[Asked, Float[Array, "R T D"]]:
+    _: Begun,
+) -> Begun:
     """Ask, and embed, in the place of what is donated."""
     asked = ask(speculation, cfg, draft_params, profile, state)
     with jax.named_scope("embed"):
-        return asked, model.embed(params, asked.block)
+        return asked, model.embed(params, asked.block), rows_of(state.hierarchy)
 
 
 def group(  # noqa: PLR0913  # what jit binds, and what it is called with
@@ -125,7 +132,7 @@ def group(  # noqa: PLR0913  # what jit binds, and what it is called with
     number = cfg.hot_pool_of(stands)[0]
     state = dataclasses.replace(
         rest,
-        **jax.tree.map(lambda leaf: with_row(leaf, stands, leaf[pool]), parts.rows),
+        **_named(cfg, with_row(parts.rows, stands, parts.rows[pool])),
         step=parts.step,
         pools=_alone(parts.pool, stands),
         hot=_alone(parts.hot, number),
@@ -144,15 +151,34 @@ def group(  # noqa: PLR0913  # what jit binds, and what it is called with
         live,
         places,
     )
-    back = lambda old, new: with_row(old, pool, new[stands])
-    rows = jax.tree.map(back, parts.rows, rows_of(state))
-    after = Parts(pool=state.pools[stands], hot=state.hot[number], rows=rows, step=state.step)
+    after = Parts(
+        pool=state.pools[stands],
+        hot=state.hot[number],
+        rows=with_row(parts.rows, pool, rows_of(state)[stands]),
+        step=state.step,
+    )
     return x, taps, after
 
 
-def rows_of(state: HierarchyState) -> dict[str, Any]:
-    """What the group of a pool writes, by rows of pools."""
-    return {name: getattr(state, name) for name in ROWS}
+def rows_of(state: HierarchyState) -> Int[Array, "pools R n"]:
+    """All that a hierarchy has of every pool and request, and groups write, beside each other.
+
+    One array, so that a group changes its row of it by one kernel.
+    """
+    found = [leaf for name in ROWS for leaf in jax.tree.leaves(getattr(state, name))]
+    words = [leaf if leaf.dtype == jnp.int32 else leaf.view(jnp.int32) for leaf in found]
+    return jnp.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in words], axis=-1)
+
+
+def _named(cfg: HierarchyConfig, rows: Int[Array, "pools R n"]) -> dict[str, Any]:
+    """What is in `rows_of`, by name."""
+    shapes = {name: getattr(abstract(cfg), name) for name in ROWS}
+    leaves, form = jax.tree.flatten(shapes)
+    ends = np.cumsum([math.prod(leaf.shape[2:]) for leaf in leaves])
+    parts = jnp.split(rows, ends[:-1], axis=-1)
+    return form.unflatten(
+        part.reshape(leaf.shape).view(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)
+    )
 
 
 def _alone(one: Any, place: int) -> Any:  # noqa: ANN401
@@ -168,6 +194,7 @@ def end(  # noqa: PLR0913  # what jit binds, and what it is called with
     draft_params: Any,  # noqa: ANN401
     asked: Asked,
     x: Float[Array, "R T D"],
+    rows: Int[Array, "pools R n"],
     features: tuple[Float[Array, "R T D"], ...],
     state: DecodeState,
     place: Packed,
@@ -176,7 +203,6 @@ def end(  # noqa: PLR0913  # what jit binds, and what it is called with
     with jax.named_scope("verify"):
         logits = model.logits(params, x)
         seen = jnp.concatenate([x[..., :0], *features], axis=-1)
-    output, state = settle(
-        speculation, cfg, draft_params, state, asked, logits, seen, state.hierarchy
-    )
+    hierarchy = dataclasses.replace(state.hierarchy, **_named(cfg, rows))
+    output, state = settle(speculation, cfg, draft_params, state, asked, logits, seen, hierarchy)
     return state, packed(jax.tree.map(lambda leaf: leaf[None], output))

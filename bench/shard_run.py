@@ -158,7 +158,7 @@ def _stages(events: list[Event], scopes: Scopes, steps: int) -> dict[str, Any]:
     }
 
 
-def top_kernels(events: list[Event], steps: int, count: int = 25) -> list[list[Any]]:
+def top_kernels(events: list[Event], steps: int, count: int = 60) -> list[list[Any]]:
     """The kernels that take longest: program, name, milliseconds and calls per step."""
     spent: dict[Kernel, list[float]] = defaultdict(list)
     for event in events:

@@ -65,18 +65,18 @@ class Segments:
     ) -> tuple[DecodeState, Packed, Between]:
         """A step, as `engine.output.packed_steps` does it; donate the last three."""
         begin = self.begin_operands(params, draft_params, profile, state)
-        asked, x = self.begin(*begin, (between.asked, between.x))
+        asked, x, rows = self.begin(*begin, (between.asked, between.x, between.rows))
         hierarchy, taps = state.hierarchy, list(between.taps)
         for pool, stands in enumerate(self.model_pool):
             operands = self.group_operands(params, pool, hierarchy, asked)
             x, taps[pool], parts = self.groups.get(pool, self.groups[stands])(
-                *operands, x, taps[pool], parts_of(hierarchy, self.cfg, pool)
+                *operands, x, taps[pool], parts_of(hierarchy, self.cfg, pool, rows)
             )
-            hierarchy = with_parts(hierarchy, self.cfg, pool, parts)
+            hierarchy, rows = with_parts(hierarchy, self.cfg, pool, parts), parts.rows
         state = dataclasses.replace(state, hierarchy=hierarchy)
-        end = self.end_operands(params, draft_params, state, asked, x, self.tapped(taps))
+        end = self.end_operands(params, draft_params, state, asked, x, rows, self.tapped(taps))
         state, place = self.end(*end, place)
-        return state, place, Between(asked=asked, x=x, taps=tuple(taps))
+        return state, place, Between(asked=asked, x=x, rows=rows, taps=tuple(taps))
 
     def tapped(self, taps: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         """What the drafter reads, of what groups have tapped."""
@@ -96,16 +96,16 @@ class Segments:
         """Shapes of what goes from program to program."""
         begin = partial(programs.begin, self.model, self.speculation, self.cfg)
         operands = self.begin_operands(params, draft_params, profile, state)
-        asked, x = jax.eval_shape(begin, *operands, None)
+        asked, x, rows = jax.eval_shape(begin, *operands, None)
         kind = next((kind for kind, places in self.places.items() if places), None)
         tapped: Any = None
         if kind is not None:  # all have the same shape
             group = partial(programs.group, self.model, self.cfg, kind, self.places[kind])
             given = self.group_operands(params, kind, state.hierarchy, asked)
-            parts = parts_of(state.hierarchy, self.cfg, kind)
+            parts = parts_of(state.hierarchy, self.cfg, kind, rows)
             tapped = jax.eval_shape(group, *given, x, None, parts)[1][0]
         taps = tuple((tapped,) * len(self.places[stands]) for stands in self.model_pool)
-        return Between(asked=asked, x=x, taps=taps)
+        return Between(asked=asked, x=x, rows=rows, taps=taps)
 
     def begin_operands(
         self,
@@ -139,12 +139,13 @@ class Segments:
         state: DecodeState,
         asked: Any,  # noqa: ANN401
         x: Any,  # noqa: ANN401
+        rows: Any,  # noqa: ANN401
         features: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """What `end` takes, but for the place of the output."""
         own = self.model.end_weights(params.weights)
         outer = ShardParams(weights=own, replay=params.replay)
-        return outer, draft_params, asked, x, features, state
+        return outer, draft_params, asked, x, rows, features, state
 
 
 def segments(model: Shard, speculation: Speculation, cfg: HierarchyConfig) -> Segments:
@@ -166,7 +167,7 @@ def segments(model: Shard, speculation: Speculation, cfg: HierarchyConfig) -> Se
         ),
         begin=_named(partial(programs.begin, model, speculation, cfg), "begin", (4,)),
         groups={pool: _named(own(pool), Which("groups", pool).name, (6, 7, 8)) for pool in places},
-        end=_named(partial(programs.end, model, speculation, cfg), "end", (5, 6)),
+        end=_named(partial(programs.end, model, speculation, cfg), "end", (6, 7)),
     )
 
 
@@ -198,15 +199,15 @@ class Which(NamedTuple):
 def lowered(seg: Segments, operands: tuple[Any, ...]) -> Iterator[tuple[Which, Any]]:
     """Every program, lowered from shapes."""
     params, draft_params, profile, state, place, between = operands
-    asked, x = between.asked, between.x
+    asked, x, rows = between.asked, between.x, between.rows
     begin = seg.begin_operands(params, draft_params, profile, state)
-    yield Which("begin"), seg.begin.lower(*begin, (asked, x))  # type: ignore[attr-defined]
+    yield Which("begin"), seg.begin.lower(*begin, (asked, x, rows))  # type: ignore[attr-defined]
     for pool, program in seg.groups.items():
         group = seg.group_operands(params, pool, state.hierarchy, asked)
-        donated = x, between.taps[pool], parts_of(state.hierarchy, seg.cfg, pool)
+        donated = x, between.taps[pool], parts_of(state.hierarchy, seg.cfg, pool, rows)
         yield Which("groups", pool), program.lower(*group, *donated)  # type: ignore[attr-defined]
     features = seg.tapped(between.taps)
-    end = seg.end_operands(params, draft_params, state, asked, x, features)
+    end = seg.end_operands(params, draft_params, state, asked, x, rows, features)
     yield Which("end"), seg.end.lower(*end, place)  # type: ignore[attr-defined]
 
 
@@ -226,23 +227,25 @@ def compiled(seg: Segments, made: Mapping[Which, Any]) -> Segments:
     return dataclasses.replace(seg, begin=begin, groups=groups, end=end)
 
 
-def parts_of(hierarchy: HierarchyState, cfg: HierarchyConfig, pool: int) -> Parts:
+def parts_of(
+    hierarchy: HierarchyState,
+    cfg: HierarchyConfig,
+    pool: int,
+    rows: Any,  # noqa: ANN401
+) -> Parts:
     """What the program of a group changes."""
     hot = hierarchy.hot[cfg.hot_pool_of(pool)[0]]
-    rows = programs.rows_of(hierarchy)
     return Parts(pool=hierarchy.pools[pool], hot=hot, rows=rows, step=hierarchy.step)
 
 
 def with_parts(
     hierarchy: HierarchyState, cfg: HierarchyConfig, pool: int, parts: Parts
 ) -> HierarchyState:
-    """The hierarchy with what the program of a group has changed."""
+    """The hierarchy with what the program of a group has changed, but for rows of pools."""
     number, _ = cfg.hot_pool_of(pool)
     pools, hot = list(hierarchy.pools), list(hierarchy.hot)
     pools[pool], hot[number] = parts.pool, parts.hot
-    return dataclasses.replace(
-        hierarchy, pools=tuple(pools), hot=tuple(hot), step=parts.step, **parts.rows
-    )
+    return dataclasses.replace(hierarchy, pools=tuple(pools), hot=tuple(hot), step=parts.step)
 
 
 def _rest(hierarchy: HierarchyState) -> HierarchyState:
