@@ -19,7 +19,7 @@ from bench.shard_figures import reached
 from bench.shard_glm import split
 from bench.shard_load import draft_of, paths, replay_arrays
 from bench.shard_memory import account, fitted
-from bench.shard_products import gated, times_each
+from bench.shard_products import gated, sums_of_each
 from bench.shard_replay import ShardParams
 from bench.shard_report import ratios
 from bench.shard_segments import segments, zeros_like
@@ -327,7 +327,7 @@ def test_experts_sum_what_tokens_picked():
     x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
     expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
     weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
-    run = lambda rows, _: gated(experts, rows, jnp.bfloat16, times_each)
+    run = lambda rows, _: gated(experts, rows, jnp.bfloat16, sums_of_each)
     found = run_experts(run, 4, rounded(x), expert, weight)
     exact = lambda matrix: np.asarray(
         matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64
