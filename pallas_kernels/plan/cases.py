@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     page_slots: int
 
 
-def random(
+def random(  # noqa: PLR0913  # what a state can be
     *,
     lengths: tuple[int, ...] = (40, 23, 5),
     pages: tuple[int, ...] = (4, 2, 3),
