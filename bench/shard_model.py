@@ -42,7 +42,7 @@ from dhisparse_jax.models.glm.decode import geometry_of
 from dhisparse_jax.models.glm.norms import along_last, normalised
 from dhisparse_jax.models.glm.rope import rotate, rotate_first
 from dhisparse_jax.models.history import in_basis
-from dhisparse_jax.models.share import Rounded, rounded
+from dhisparse_jax.models.share import Rounded, normed_rounded, rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +102,8 @@ class ShardModel:
         tapped = []
         for place, number in enumerate(config.groups[pool]):
             layer = params.weights.layers[number]
-            normed = rms_norm(x, layer.norms[0], config.norm_eps)
             with jax.named_scope("project"):
-                small = rounded(normed)
+                normed, small = normed_rounded(x, layer.norms[0], config.norm_eps)
                 query, row, q_lora = project(config, layer, small, positions, self.dtype)
             if place == 0:
                 with jax.named_scope("indexer"):
@@ -115,8 +114,8 @@ class ShardModel:
             attended, opened = attend(opened, place, row, query)
             with jax.named_scope("combine"):
                 x = x + combine(layer, attended.values)
-            normed = rms_norm(x, layer.norms[1], config.norm_eps)
-            x = x + self._mlp(layer.mlp, normed, positions, number, replay)
+            both = normed_rounded(x, layer.norms[1], config.norm_eps)
+            x = x + self._mlp(layer.mlp, both, positions, number, replay)
             if place in taps:
                 tapped.append(x)
         return Ran(x, tuple(tapped), opened)
@@ -124,16 +123,16 @@ class ShardModel:
     def _mlp(
         self,
         mlp: Mlp | Moe,
-        x: Float[Array, "R T D"],
+        both: tuple[Float[Array, "R T D"], Rounded],
         positions: Int[Array, "R T"],
         layer: int,
         replay: Replay,
     ) -> Float[Array, "R T D"]:
+        x, small = both
         if isinstance(mlp, Mlp):
             with jax.named_scope("dense"):
-                return gated(mlp, rounded(x), self.dtype)
+                return gated(mlp, small, self.dtype)
         with jax.named_scope("shared"):
-            small = rounded(x)
             shared = gated(mlp.shared, small, self.dtype)
         with jax.named_scope("router"):
             expert, weight = route(self.config, mlp, x)
@@ -157,7 +156,7 @@ def project(
     """Absorbed queries, the row to keep, and the query latent."""
     eps, latent, rank = config.latent_norm_eps, config.kv_lora_rank, config.q_lora_rank
     both = times(x, layer.latents, dtype)
-    q_lora = rounded(rms_norm(both[..., :rank], layer.query_norm, eps))
+    _, q_lora = normed_rounded(both, layer.query_norm, eps)
     turn = lambda part, at: rotate(part, at, theta=config.rope_theta, yarn=config.yarn)
     rope = turn(both[..., rank + latent :], positions)
     row = jnp.concatenate(

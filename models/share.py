@@ -23,7 +23,7 @@ from dhisparse_jax.models.experts import Routing
 from dhisparse_jax.models.glm.norms import along_last
 from dhisparse_jax.models.stored_experts import StoredExperts, StoredMatrices
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.round_rows.api import round_gated, round_rows
+from pallas_kernels.round_rows.api import round_gated, round_normed, round_rows
 
 Named = Mapping[str, Mapping[str, Any]]
 """Weights by the name of their module, then by their own: `layers.3.attention.q_a`, `numbers`."""
@@ -59,6 +59,14 @@ def rounded(x: Float[Array, "*n width"]) -> Rounded:
     """Rows as products take them; `x` is bfloat16 or float32."""
     numbers, scales = round_rows(x)
     return Rounded(numbers=numbers, scales=scales)
+
+
+def normed_rounded(
+    x: Float[Array, "*n whole"], weight: Float[Array, " width"], epsilon: float
+) -> tuple[Float[Array, "*n width"], Rounded]:
+    """The first numbers of rows, normalised by their root mean square: as they are, and rounded."""
+    normed, numbers, scales = round_normed(x, weight, epsilon)
+    return normed, Rounded(numbers=numbers, scales=scales)
 
 
 def gated_rounded(

@@ -9,6 +9,7 @@ from pallas_kernels.round_rows import reference, triton
 # Traced and lowered once for all layers: see `sparse_attention.api`.
 _rows = jax.jit(triton.round_rows)
 _gated = jax.jit(triton.round_gated)
+_normed = jax.jit(triton.round_normed, static_argnums=2)
 
 
 def round_rows(
@@ -65,3 +66,31 @@ def round_gated(
             return _gated(sums, rows, columns)
         case _:
             return reference.round_gated(sums, rows, columns)
+
+
+def round_normed(
+    x: Float[Array, "*n whole"],
+    weight: Float[Array, " width"],
+    epsilon: float,
+    *,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*n width"], Float[Array, "*n width"], Float[Array, "*n"]]:
+    """`round_rows` of rows over their root mean square, times a weight.
+
+    Args:
+        x: bfloat16 or float32; of each row the first numbers, as many as there are weights.
+        weight: of each number.
+        epsilon: added to the mean square.
+        backend: see `round_rows`.
+
+    Returns:
+        The rows in the dtype of `x`, and what `round_rows` says of them.
+
+    Raises:
+        NotImplementedError: if the named backend does not take operands like these.
+    """
+    match resolve("round_rows", backend, refusal=triton.supports(x.dtype, len(weight))):
+        case "triton":
+            return _normed(x, weight, epsilon)
+        case _:
+            return reference.round_normed(x, weight, epsilon)

@@ -55,6 +55,37 @@ GATED: dict[str, Callable[[], Gated]] = {
 }
 
 
+class Normed(NamedTuple):
+    """Arguments of `api.round_normed`."""
+
+    x: Float[np.ndarray, "*n whole"]
+    weight: Float[np.ndarray, " width"]
+    epsilon: float = 1e-5
+
+    def exact(self) -> Float[np.ndarray, "*n width"]:
+        """The normalised rows."""
+        x = self.x[..., : len(self.weight)].astype(np.float64)
+        mean = np.square(x).mean(axis=-1, keepdims=True)
+        return x / np.sqrt(mean + self.epsilon) * self.weight.astype(np.float64)
+
+
+def normed(*shape: int, width: int, dtype: str = "bfloat16", spread: float = 1.0) -> Normed:
+    """Rows and weights around 1."""
+    generator = np.random.default_rng(2)
+    weight = 1 + 0.1 * generator.normal(size=width)
+    x = random(*shape, dtype=dtype, spread=spread)
+    return Normed(x, weight.astype(x.dtype))
+
+
+NORMED: dict[str, Callable[[], Normed]] = {
+    "residual": partial(normed, 2, 8, 6144, width=6144),
+    "part_of_a_row": partial(normed, 3, 1, 2624, width=2048),
+    "odd_width": partial(normed, 5, 130, width=100),
+    "small_and_large": partial(normed, 9, 64, width=64, spread=1e3),
+    "float32": partial(normed, 7, 256, width=256, dtype="float32"),
+}
+
+
 CASES: dict[str, Callable[[], Float[np.ndarray, "*n w"]]] = {
     "residual": partial(random, 2, 8, 6144),
     "values": partial(random, 3, 1, 16384),

@@ -20,3 +20,13 @@ def round_gated(
     """See `api.round_gated`."""
     gate, up = jnp.split(sums.astype("float32") * rows[..., None] * columns[:, None], 2, axis=-1)
     return round_rows(jax.nn.silu(gate) * up)
+
+
+def round_normed(
+    x: Float[Array, "*n whole"], weight: Float[Array, " width"], epsilon: float
+) -> tuple[Float[Array, "*n width"], Float[Array, "*n width"], Float[Array, "*n"]]:
+    """See `api.round_normed`."""
+    wide = x[..., : len(weight)].astype("float32")
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    normed = (wide * weight.astype("float32").reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    return normed, *round_rows(normed)

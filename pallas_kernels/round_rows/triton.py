@@ -1,8 +1,8 @@
 """Pallas-Triton kernels: a row per program, which reads it once.
 
 XLA launches three kernels: the largest number, the scale, and the rounding. A decode step has six
-such rows per layer, and each takes less time than a launch. Rows between the products of an MLP are
-scaled, gated and rounded in one.
+such rows per layer, and each takes less time than a launch. So what makes a row is in the kernel
+that rounds it: the norm before a product, and between those of an MLP scales and the gate.
 
 What would have to change when Pallas-Triton goes: nothing here is more than loads, a maximum,
 arithmetic and stores of a vector.
@@ -71,30 +71,55 @@ def round_gated(
     return numbers.reshape(*sums.shape[:2], width), scales.reshape(sums.shape[:2])
 
 
+def round_normed(
+    x: Float[Array, "*n whole"],
+    weight: Float[Array, " width"],
+    epsilon: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "*n width"], Float[Array, "*n width"], Float[Array, "*n"]]:
+    """See `api.round_normed`.
+
+    Raises:
+        NotImplementedError: if the kernel does not support the operands.
+    """
+    width = len(weight)
+    if reason := supports(x.dtype, width):
+        raise NotImplementedError(reason)
+    operands = x.reshape(-1, x.shape[-1]), weight
+    kernel = functools.partial(_normed_kernel, epsilon=epsilon)
+    rows, numbers, scales = _launch(kernel, operands, width, interpret, x.dtype)
+    shape = *x.shape[:-1], width
+    return rows.reshape(shape), numbers.reshape(shape), scales.reshape(shape[:-1])
+
+
 def _launch(
     kernel: Callable[..., None],
     operands: tuple[Array, ...],
     width: int,
     interpret: bool,
-) -> tuple[Float[Array, "n width"], Float[Array, " n"]]:
-    """A program for each row of the first operand."""
+    rows: jnp.dtype | None = None,
+) -> tuple[Array, ...]:
+    """What a program for each row of the first operand stores: numbers, scales.
+
+    Before them the rows themselves, if a dtype says so.
+    """
     count = len(operands[0])
     whole = pl.BlockSpec(memory_space=pl.ANY)
     warps = max(1, min(16, pl.next_power_of_2(width) // (32 * PER_LANE)))
+    made = [((count, width), rows), ((count, width), jnp.float8_e4m3fn), ((count,), jnp.float32)]
+    shapes = [jax.ShapeDtypeStruct(*each) for each in made if each[1] is not None]
     call = pl.pallas_call(
         kernel,
         grid=(count,),
         in_specs=[whole] * len(operands),
-        out_specs=[whole, whole],
-        out_shape=[
-            jax.ShapeDtypeStruct((count, width), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((count,), jnp.float32),
-        ],
+        out_specs=[whole] * len(shapes),
+        out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="round_rows",
     )
-    return call(*operands)
+    return tuple(call(*operands))
 
 
 def _kernel(
@@ -126,6 +151,24 @@ def _gated_kernel(
 
     gate, up = part(0), part(numbers_ref.shape[1])
     _round(gate / (1.0 + jnp.exp(-gate)) * up, numbers_ref, scales_ref)
+
+
+def _normed_kernel(
+    x_ref: jax.Ref,  # [N, whole]
+    weight_ref: jax.Ref,  # [width]
+    rows_ref: jax.Ref,  # [N, width]
+    numbers_ref: jax.Ref,  # [N, width]
+    scales_ref: jax.Ref,  # [N]
+    *,
+    epsilon: float,
+) -> None:
+    row, column, there = _places(numbers_ref)
+    x = plgpu.load(x_ref.at[row, column], mask=there, other=0.0).astype(jnp.float32)
+    weight = plgpu.load(weight_ref.at[column], mask=there, other=0.0).astype(jnp.float32)
+    mean = jnp.sum(x * x) * (1.0 / numbers_ref.shape[1])
+    normed = (x * lax.rsqrt(mean + epsilon) * weight).astype(rows_ref.dtype)
+    plgpu.store(rows_ref.at[row, column], normed, mask=there)
+    _round(normed.astype(jnp.float32), numbers_ref, scales_ref)
 
 
 def _places(numbers_ref: jax.Ref) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import pytest
 
 from bench import shard_model, shard_products
 from bench.shard_glm import GlmShard
+from bench.shard_products import rms_norm
 from bench.shard_replay import Replay, ShardParams
 from bench.shard_weights import Matrix, Mlp, random_like
 from dhisparse_jax import HierarchyConfig, Policy, plugin
@@ -120,6 +121,12 @@ def unrounded(x):
     return Rounded(numbers=x, scales=jnp.ones(x.shape[:-1]))
 
 
+def normed_unrounded(x, weight, epsilon):
+    """The same of normalised ones."""
+    normed = rms_norm(x[..., : len(weight)], weight, epsilon)
+    return normed, unrounded(normed)
+
+
 def gated_unrounded(sums, rows, columns):
     """The same of gated ones."""
     columns = along_last(columns, sums.ndim) if columns.ndim == 1 else columns[:, None]
@@ -178,6 +185,7 @@ def test_the_share_with_all_experts_is_the_served_model(style, monkeypatch):
     shard = GlmShard(config=config, experts=config.num_experts, dtype="float32")
     weights = in_float32(weights_of(shard))
     monkeypatch.setattr(shard_model, "rounded", unrounded)
+    monkeypatch.setattr(shard_model, "normed_rounded", normed_unrounded)
     monkeypatch.setattr(shard_products, "gated_rounded", gated_unrounded)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (REQUESTS, QUERIES * STEPS))
     tokens = tokens.astype(np.int32)

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.packed_products import cases, reference
 from pallas_kernels.packed_products.api import packed_products
 from pallas_kernels.round_rows import cases as rounding_cases
-from pallas_kernels.round_rows.api import round_gated, round_rows
+from pallas_kernels.round_rows.api import round_gated, round_normed, round_rows
 from pallas_kernels.sinkhorn import cases as sinkhorn_cases
 from pallas_kernels.sinkhorn import reference as sinkhorn_reference
 from pallas_kernels.sinkhorn.api import sinkhorn
@@ -64,3 +64,13 @@ def test_round_gated(name):
     given = rounding_cases.GATED[name]()
     run = jax.jit(partial(round_gated, backend="triton"))
     assert_rounded(given.exact(), *run(*map(jnp.asarray, given)), near=1e-4)
+
+
+@pytest.mark.parametrize("name", rounding_cases.NORMED)
+def test_round_normed(name):
+    given = rounding_cases.NORMED[name]()
+    run = jax.jit(partial(round_normed, backend="triton"), static_argnums=2)
+    rows, *rounded = run(*map(jnp.asarray, given[:2]), given.epsilon)
+    near = 2.0**-8 if rows.dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.float64(rows), given.exact(), rtol=1.01 * near)
+    assert_rounded(np.asarray(rows), *rounded)

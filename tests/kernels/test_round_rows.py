@@ -5,12 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 import pytest
 
 from pallas_kernels.common.backends import default_backend
 from pallas_kernels.round_rows import reference, triton
 from pallas_kernels.round_rows.api import round_gated, round_rows
-from pallas_kernels.round_rows.cases import CASES, GATED
+from pallas_kernels.round_rows.cases import CASES, GATED, NORMED
 from tests.support.lowering import lowered_kernels
 from tests.support.rounding import assert_rounded
 
@@ -34,6 +35,20 @@ def test_the_kernel_rounds_to_the_nearest(name):
 def test_gated_rows_are_rounded_to_the_nearest(name, run):
     given = GATED[name]()
     assert_rounded(given.exact(), *jax.jit(run)(*map(jnp.asarray, given)), near=1e-4)
+
+
+@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize(
+    "run", [reference.round_normed, partial(triton.round_normed, interpret=True)]
+)
+def test_rows_are_normalised_and_rounded(name, run):
+    """The rows to half a step of theirs, and then those rows."""
+    given = NORMED[name]()
+    rows, *rounded = jax.jit(run, static_argnums=2)(*map(jnp.asarray, given[:2]), given.epsilon)
+    assert rows.dtype == given.x.dtype
+    near = 2.0**-8 if rows.dtype == jnp.bfloat16 else 1e-6
+    np.testing.assert_allclose(np.float64(rows), given.exact(), rtol=1.01 * near)
+    assert_rounded(np.asarray(rows), *rounded)
 
 
 def test_a_matrix_has_its_own_scales():
