@@ -16,7 +16,7 @@ def draft_attention(
 ) -> Float[Array, "R T H dim"]:
     """See `api.draft_attention`."""
     capacity = ring.keys.shape[2]
-    slot = jnp.arange(capacity, dtype=jnp.int32)
+    slot = jnp.arange(capacity, dtype=jnp.int32)[None]
     age = (seen.next[:, None] - 1 - slot) % capacity  # 0 is the newest position
     shown = age[:, None] < seen.counts[..., None]
     heads = attend_block(

@@ -157,8 +157,10 @@ def _kernel(
     _, count, heads, dim = queries_ref.shape
     _, _, capacity, kv, _ = keys_ref.shape
     group, column = heads // kv, _iota(dim)[None]
-    # Rows that there are not are the last token's again, and are not stored.
-    token = jnp.minimum(_iota(rows) // group, count - 1)
+    # Rows that there are not are the last token's again, and are not stored: a mask on the GPU, an
+    # index that is dropped in interpret mode.
+    place = _iota(rows) // group
+    token = jnp.minimum(place, count - 1)
     head = key_head * group + _iota(rows) % group
     queries = plgpu.load(queries_ref.at[request, token[:, None], head[:, None], column])
     counts = plgpu.load(counts_ref.at[request, token])
@@ -192,11 +194,11 @@ def _kernel(
     each = pl.cdiv(blocks, sums_ref.shape[0])
     end = jnp.minimum((split + 1) * each, blocks)
     sums, peak, total = lax.fori_loop(split * each, end, attend, attend_own())
-    place, kept = (split, request, token, head), _iota(rows) < count * group
-    at = sums_ref.at[split, request, token[:, None], head[:, None], column]
+    kept = place < count
+    at = sums_ref.at[split, request, place[:, None], head[:, None], column]
     plgpu.store(at, sums, mask=kept[:, None])
-    plgpu.store(peaks_ref.at[place], peak * _factor(dim), mask=kept)
-    plgpu.store(totals_ref.at[place], total, mask=kept)
+    plgpu.store(peaks_ref.at[split, request, place, head], peak * _factor(dim), mask=kept)
+    plgpu.store(totals_ref.at[split, request, place, head], total, mask=kept)
 
 
 Carry = tuple[Float[Array, "rows dim"], Float[Array, " rows"], Float[Array, " rows"]]
