@@ -7,10 +7,10 @@ the positions from the newest to the oldest that any row sees, a block of them a
 running softmax (Milakov and Gimelshein, 2018; Dao, 2023), while the next blocks are under way. So
 no block but the last is in part beyond what is seen, and a short context takes little time.
 
-A warp has 16 rows, and no numbers of others, so programs are small and have to be many: positions
-are split until there are `programs` of them, and what the splits have is merged by XLA, in one
-kernel. The block's own rows are in the first split. All splits start from their largest logit: a
-row sees itself, so every running maximum is a number.
+A warp has 16 rows and needs nothing of another one's, so programs are small, and have to be many to
+keep memory busy: the positions are split until there are `programs` of them, and XLA merges what
+the splits have. All splits start from the block's own rows, whose weights only the first one keeps:
+a row sees itself, so every running maximum is a number.
 
 Float32 is what results are compared in: its products are taken outside of the matrix units, and
 nothing of it is tuned.
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.draft_attention.types import KeysValues, RingSeen
 
@@ -128,7 +128,7 @@ def _merged(
     totals: Float[Array, "splits R T H"],
     dtype: jnp.dtype,
 ) -> Float[Array, "R T H dim"]:
-    """Attention over all splits; split by split, which XLA makes one kernel of."""
+    """Attention over all splits; taken one by one, they are two small kernels of XLA's."""
     peak = functools.reduce(jnp.maximum, peaks)
     factors = [jnp.exp2(each - peak) for each in peaks]
     total = functools.reduce(jnp.add, map(jnp.multiply, factors, totals))
@@ -165,20 +165,10 @@ def _kernel(
     queries = plgpu.load(queries_ref.at[request, token[:, None], head[:, None], column])
     counts = plgpu.load(counts_ref.at[request, token])
     most, layer = counts.max(), layer_ref[0]
+    own = _attended_own(queries, token, request, key_head, own_keys_ref, own_values_ref, block_ref)
+    mine = (split == 0).astype(jnp.float32)
+    carry = own[0] * mine, own[1], own[2] * mine
     newest = lax.rem(next_ref[request] - 1, capacity)
-
-    def attend_own() -> Carry:
-        other = _iota(max(LEAST_SIDE, pl.next_power_of_2(count)))
-        at = jnp.minimum(other, count - 1)
-        load = lambda ref: plgpu.load(ref.at[request, at[:, None], key_head, column])
-        shown = plgpu.load(block_ref.at[token[:, None], at[None]]) != 0
-        shown &= (other < count)[None]
-        nothing = jnp.zeros((rows, dim), jnp.float32), jnp.full(rows, -jnp.inf), jnp.zeros(rows)
-        sums, peak, total = _attended(
-            nothing, queries, load(own_keys_ref), load(own_values_ref), shown
-        )
-        mine = (split == 0).astype(jnp.float32)
-        return sums * mine, peak, total * mine
 
     def attend(step: Array, carry: Carry) -> Carry:
         age = step * block + _iota(block)
@@ -193,7 +183,7 @@ def _kernel(
     blocks = pl.cdiv(most, block)
     each = pl.cdiv(blocks, sums_ref.shape[0])
     end = jnp.minimum((split + 1) * each, blocks)
-    sums, peak, total = lax.fori_loop(split * each, end, attend, attend_own())
+    sums, peak, total = lax.fori_loop(split * each, end, attend, carry)
     kept = place < count
     at = sums_ref.at[split, request, place[:, None], head[:, None], column]
     plgpu.store(at, sums, mask=kept[:, None])
@@ -205,12 +195,32 @@ Carry = tuple[Float[Array, "rows dim"], Float[Array, " rows"], Float[Array, " ro
 """Of each row: weighted values, the largest product, the sum of weights, relative to that."""
 
 
+def _attended_own(
+    queries: Float[Array, "rows dim"],
+    token: Int[Array, " rows"],
+    request: Int[Array, ""],
+    key_head: Int[Array, ""],
+    keys_ref: jax.Ref,
+    values_ref: jax.Ref,
+    block_ref: jax.Ref,
+) -> Carry:
+    """Over the rows of the block itself."""
+    (rows, dim), count = queries.shape, keys_ref.shape[1]
+    other = _iota(max(LEAST_SIDE, pl.next_power_of_2(count)))
+    at, column = jnp.minimum(other, count - 1), _iota(dim)[None]
+    load = lambda ref: plgpu.load(ref.at[request, at[:, None], key_head, column])
+    shown = plgpu.load(block_ref.at[token[:, None], at[None]]) != 0
+    nothing = jnp.zeros((rows, dim), jnp.float32), jnp.full(rows, -jnp.inf), jnp.zeros(rows)
+    shown &= (other < count)[None]
+    return _attended(nothing, queries, load(keys_ref), load(values_ref), shown)
+
+
 def _attended(
     carry: Carry,
     queries: Float[Array, "rows dim"],
     keys: Float[Array, "b dim"],
     values: Float[Array, "b dim"],
-    shown: Array,
+    shown: Bool[Array, "rows b"],
 ) -> Carry:
     """After some more positions; the same softmax in powers of two."""
     sums, peak, total = carry
