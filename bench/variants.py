@@ -230,7 +230,7 @@ def drafts(*, small: bool) -> Iterator[Variant]:
                 call=partial(draft_triton.draft_attention, tuning=tuning, interpret=small),
                 exact=draft_reference.draft_attention,
                 step=draft_attention.step,
-                small=jax.tree.map(jnp.asarray, tuple(draft_cases.random(dtype="bfloat16"))),
+                small=tuple(draft_cases.random(dtype="bfloat16")),
             )
 
 

@@ -117,6 +117,5 @@ CASES: dict[str, DraftAttention] = {
 
 def shared(inputs: Inputs, backend: Backend) -> DraftWork:
     """A benchmark of the inputs of a shared case."""
-    *operands, layer = inputs
-    queries, ring, own, seen = jax.tree.map(jnp.asarray, operands)
+    queries, ring, own, seen, layer = inputs
     return _work((queries, ring, own, seen, [layer]), backend)

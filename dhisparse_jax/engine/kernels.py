@@ -87,20 +87,18 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
 
 def _draft_block(dtype: DTypeLike) -> tuple[Any, ...]:
     """Shapes of the operands of a draft's attention, for one request."""
-    key_heads = DRAFT_KEY_HEADS, DRAFT_WIDTH
-    queries, ring, own = (
-        jax.ShapeDtypeStruct((1, *sizes), dtype)
-        for sizes in (
-            (BLOCK, DRAFT_HEADS, DRAFT_WIDTH),
-            (1, DRAFT_RING, *key_heads),
-            (BLOCK, *key_heads),
-        )
-    )
+
+    def shape(*sizes: int, of: DTypeLike = dtype) -> Any:  # noqa: ANN401  # in place of an array
+        return jax.ShapeDtypeStruct((1, *sizes), of)
+
+    ring = shape(1, DRAFT_RING, DRAFT_KEY_HEADS, DRAFT_WIDTH)
+    own = shape(BLOCK, DRAFT_KEY_HEADS, DRAFT_WIDTH)
     seen = RingSeen(
-        next=jax.ShapeDtypeStruct((1,), jnp.int32),
-        counts=jax.ShapeDtypeStruct((1, BLOCK), jnp.int32),
-        block=jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.bool_),
+        next=shape(of=jnp.int32),
+        counts=shape(BLOCK, of=jnp.int32),
+        block=jnp.ones((BLOCK, BLOCK), jnp.bool_),
     )
+    queries = shape(BLOCK, DRAFT_HEADS, DRAFT_WIDTH)
     return queries, KeysValues(ring, ring), KeysValues(own, own), seen, 0
 
 

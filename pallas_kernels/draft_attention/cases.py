@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from pallas_kernels.draft_attention.types import KeysValues, RingSeen
 
@@ -17,7 +17,7 @@ UNSEEN = 1e3
 class Inputs(NamedTuple):
     """Arguments of `api.draft_attention`."""
 
-    queries: Float[np.ndarray, "R T H dim"]
+    queries: Float[Array, "R T H dim"]
     ring: KeysValues
     own: KeysValues
     seen: RingSeen
@@ -52,22 +52,22 @@ def random(  # noqa: PLR0913  # one name per dimension
         dtype: of all numbers.
     """
     rng, requests = np.random.default_rng(0), len(committed)
-    normal = lambda *shape: rng.normal(size=shape).astype(jnp.dtype(dtype))
+    normal = lambda *shape: rng.normal(size=shape)
+    given = lambda array: jnp.asarray(array, jnp.dtype(dtype))
     following, row = np.asarray(committed, np.int32), np.arange(block, dtype=np.int32)
     counts = np.repeat(np.minimum(following, capacity)[:, None], block, axis=1)
     if window is not None:
         counts = np.clip(window - 1 - row[None], 0, counts)
-    ring = KeysValues(*(normal(requests, 2, capacity, kv, dim) for _ in range(2)))
+    ring = np.full((2, requests, 2, capacity, kv, dim), UNSEEN)
     for request, (end, most) in enumerate(zip(committed, counts.max(axis=1), strict=True)):
-        unseen = np.setdiff1d(np.arange(capacity), np.arange(end - most, end) % capacity)
-        for part in ring:
-            part[request, 1, unseen] = UNSEEN
-            part[request, 0] = UNSEEN
+        seen = np.arange(end - most, end) % capacity
+        ring[:, request, 1, seen] = normal(2, most, kv, dim)
+    block_seen = row[:, None] >= row if causal else np.ones((block, block), np.bool_)
     return Inputs(
-        queries=(magnitude * normal(requests, block, heads, dim)).astype(jnp.dtype(dtype)),
-        ring=ring,
-        own=KeysValues(*(normal(requests, block, kv, dim) for _ in range(2))),
-        seen=RingSeen(following, counts, row[:, None] >= row if causal else np.eye(block) < 2),
+        queries=given(magnitude * normal(requests, block, heads, dim)),
+        ring=KeysValues(given(ring[0]), given(ring[1])),
+        own=KeysValues(*(given(normal(requests, block, kv, dim)) for _ in range(2))),
+        seen=RingSeen(jnp.asarray(following), jnp.asarray(counts), jnp.asarray(block_seen)),
         layer=1,
     )
 
@@ -100,6 +100,6 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "sees_little": partial(random, window=4, committed=(1, 2, 72, 73)),
     "sees_itself_alone": partial(random, window=1, causal=True),
     "smaller_than_a_block": partial(random, capacity=9, window=None, committed=(4, 9, 12)),
-    "large_logits": partial(random, magnitude=1e4),
+    "large_logits": partial(random, magnitude=40.0),
     "tiny_logits": partial(random, magnitude=1e-30),
 }

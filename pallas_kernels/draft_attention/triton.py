@@ -114,7 +114,8 @@ def draft_attention(
     )
     block = seen.block.astype(jnp.int32)
     at = jnp.asarray(layer, jnp.int32).reshape(1)
-    return _merged(*call(queries, *ring, *own, seen.next, seen.counts, block, at), queries.dtype)
+    sums, peaks, totals = call(queries, *ring, *own, seen.next, seen.counts, block, at)
+    return _merged(sums, peaks, totals, queries.dtype)
 
 
 def _splits(programs: int, blocks: int, sizes: Tuning) -> int:

@@ -1,10 +1,12 @@
 """Attention of a block over its ring in NumPy float64, row by row, and what may differ from it."""
 
+import jax
 import numpy as np
 
 
 def exact(inputs):
     """From the definition, position by position; and the root of the sum of squared summands."""
+    inputs = jax.tree.map(np.asarray, inputs)
     found, size = np.zeros((2, *inputs.queries.shape))
     for request, token, head in np.ndindex(found.shape[:3]):
         keys, values = _attended(inputs, request, token, head)
