@@ -58,8 +58,10 @@ class Tuning:
     rows: int = 16
 
 
-FLOAT32 = Tuning(block=32, stages=1, rows=8)
+FLOAT32 = Tuning(block=16, stages=1, rows=4)
 """Of float32 numbers."""
+MOST_FLOAT32 = 4096
+"""Numbers of a program's queries at most, if they are float32: more do not fit into registers."""
 
 
 def supports(queries: Float[Array, "R T H dim"], ring: KeysValues, own: KeysValues) -> str | None:
@@ -71,8 +73,11 @@ def supports(queries: Float[Array, "R T H dim"], ring: KeysValues, own: KeysValu
         return f"numbers of {names} (only of bfloat16 or of float32)"
     if dim not in (16, 32, 64, 128):
         return f"heads of {dim} numbers (only 16, 32, 64 and 128)"
-    if (rows := count * heads // own.keys.shape[2]) > MOST_ROWS:
-        return f"{rows} query rows of a key head (at most {MOST_ROWS})"
+    rows = count * heads // own.keys.shape[2]
+    wide = queries.dtype == jnp.float32
+    most = min(MOST_ROWS, MOST_FLOAT32 // dim) if wide else MOST_ROWS
+    if rows > most:
+        return f"{rows} query rows of a key head (at most {most})"
     return None
 
 

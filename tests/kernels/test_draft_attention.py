@@ -81,7 +81,8 @@ def mixed():
         (random(dtype="float16"), "numbers of float16"),
         (random(dim=8), "heads of 8 numbers"),
         (random(dim=24), "heads of 24 numbers"),
-        (random(block=16, heads=9, kv=1), "144 query rows of a key head"),
+        (random(block=16, heads=9, kv=1), "144 query rows of a key head .at most 128"),
+        (random(block=9, dim=128), "36 query rows of a key head .at most 32"),
     ],
 )
 def test_what_the_kernel_refuses_is_an_error_where_it_is_named(inputs, reason):
