@@ -16,7 +16,7 @@ from bench.shard_cells import Cell, abstract_operands
 from bench.shard_programs import Between
 from bench.shard_segments import Segments, Which, compiled, lowered, segments
 from bench.shard_setup import Setup
-from bench.stages import scopes_of
+from bench.stages import Traced, traced
 from dhisparse_jax.hierarchy.state import HOST_LEAVES, host_sharding
 from dhisparse_jax.step import Speculation
 
@@ -46,13 +46,13 @@ class Program(NamedTuple):
     Attributes:
         load: makes its programs; the copies that groups have are large, so when the cell runs.
         between: shapes of what goes from program to program.
-        scopes: of the instructions of each, by its name; see `stages.scopes_of`.
+        kernels: what each says of its kernels, by its name.
         seconds: that compiling took, tracing included.
     """
 
     load: Callable[[], Segments]
     between: Between
-    scopes: dict[str, dict[str, str]]
+    kernels: dict[str, Traced]
     seconds: float
 
 
@@ -77,7 +77,7 @@ def compile_step(setup: Setup, cell: Cell, compilers: Compilers) -> Program:
     return Program(
         load=partial(compiled, step, made),
         between=between,
-        scopes={which.name: scopes_of(program.as_text() or "") for which, program in made.items()},
+        kernels={which.name: traced(program.as_text() or "") for which, program in made.items()},
         seconds=time.perf_counter() - begin,
     )
 

@@ -28,8 +28,8 @@ from bench.shard_products import (
     gated,
     per_head,
     rms_norm,
+    sums_of_each,
     times,
-    times_each,
     wide_product,
 )
 from bench.shard_replay import Replay, ShardParams, replayed, with_text
@@ -142,7 +142,7 @@ class ShardModel:
         with jax.named_scope("experts"):
             flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
             rows = jax.tree.map(flat, small)
-            run = lambda rows, _: gated(mlp.experts, rows, self.dtype, times_each)
+            run = lambda rows, _: gated(mlp.experts, rows, self.dtype, sums_of_each)
             routed = run_experts(run, self.experts, rows, flat(expert), flat(weight))
         return shared + routed.reshape(x.shape)
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from bench.shard_weights import Matrix, Mlp
 from dhisparse_jax.models.glm.norms import along_last, normalised
-from dhisparse_jax.models.share import Rounded, rounded, scaled, scaled_product
+from dhisparse_jax.models.share import Rounded, gated_rounded, scaled, scaled_product
 
-Times = Callable[[Rounded, Matrix, DTypeLike], Float[Array, "*n out"]]
-"""Rows times a matrix, or blocks of rows times one each, in a dtype."""
+Sums = Callable[[Rounded, Matrix, DTypeLike], Float[Array, "*n out"]]
+"""Rows times a matrix, or blocks of rows times one each, in a dtype; not scaled."""
 
 
 def rms_norm(x: Float[Array, "*n w"], weight: Float[Array, " w"], eps: float) -> Array:
@@ -33,10 +32,14 @@ def wide_product(
     return jnp.einsum("...k,nk->...n", x, matrix, preferred_element_type=jnp.float32)
 
 
-def times_each(x: Rounded, matrix: Matrix, dtype: DTypeLike) -> Float[Array, "e m out"]:
+def sums_of(x: Rounded, matrix: Matrix, dtype: DTypeLike) -> Float[Array, "*n out"]:
+    """Rows times a matrix."""
+    return jnp.einsum("...k,nk->...n", x.numbers, matrix.numbers, preferred_element_type=dtype)
+
+
+def sums_of_each(x: Rounded, matrix: Matrix, dtype: DTypeLike) -> Float[Array, "e m out"]:
     """Every block of rows times its own matrix."""
-    sums = jnp.einsum("emk,enk->emn", x.numbers, matrix.numbers, preferred_element_type=dtype)
-    return scaled(sums, x.scales[..., None], matrix.scale[:, None])
+    return jnp.einsum("emk,enk->emn", x.numbers, matrix.numbers, preferred_element_type=dtype)
 
 
 def per_head(x: Float[Array, "R T H in"], matrix: Matrix) -> Float[Array, "R T H out"]:
@@ -48,13 +51,9 @@ def per_head(x: Float[Array, "R T H in"], matrix: Matrix) -> Float[Array, "R T H
     return out.swapaxes(0, 1).reshape(*x.shape[:3], -1)
 
 
-def gated(mlp: Mlp, x: Rounded, dtype: DTypeLike, times: Times = times) -> Float[Array, "*n D"]:
-    """`down(silu(gate x) * up x)`, of one MLP, or with `times_each` of several."""
-    inner = activated(times(x, mlp.gate_up, dtype))
-    return times(rounded(inner), mlp.down, dtype)
-
-
-def activated(gate_up: Float[Array, "*n twice"]) -> Float[Array, "*n inner"]:
-    """`silu(gate) * up` of both side by side."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+def gated(mlp: Mlp, x: Rounded, dtype: DTypeLike, sums: Sums = sums_of) -> Float[Array, "*n D"]:
+    """`down(silu(gate x) * up x)`, of one MLP, or with `sums_of_each` of several."""
+    inner = gated_rounded(sums(x, mlp.gate_up, dtype), x.scales, mlp.gate_up.scale)
+    out, scale = sums(inner, mlp.down, dtype), mlp.down.scale
+    scale = along_last(scale, out.ndim) if scale.ndim == 1 else scale[:, None]
+    return scaled(out, inner.scales[..., None], scale)

@@ -14,7 +14,7 @@ from bench.shard_figures import figures_of, reached
 from bench.shard_load import Loaded
 from bench.shard_segments import zeros_like
 from bench.shard_state import HostPool, Pattern, hosts_of, warm_state
-from bench.stages import Event, Kernel, Scopes, by_stage, profiled, timeline
+from bench.stages import Event, Kernel, Programs, by_stage, profiled, timeline
 from dhisparse_jax.config import HierarchyConfig
 from dhisparse_jax.configs.gpus import Rates
 from dhisparse_jax.engine.output import places, unpacked
@@ -136,7 +136,7 @@ def run_cell(
         **figures_of(loaded, cell, timed, sum(seconds), common.history, common.rates),
         "dispatch_ms": 1e3 * dispatching / plan.steps,
         "step_ms_halves": [1e3 * s / n for s, n in zip(seconds, halves, strict=True)],
-        **_stages(events, program.scopes, max(plan.profiled, 1)),
+        **_stages(events, program.kernels, max(plan.profiled, 1)),
         "hbm_gb": _used_gb(),
         "compile_s": program.seconds,
         "state_s": admitted,
@@ -148,13 +148,13 @@ def run_cell(
     return Ran(figures, hosts_of(stepper.state.hierarchy))
 
 
-def _stages(events: list[Event], scopes: Scopes, steps: int) -> dict[str, Any]:
+def _stages(events: list[Event], programs: Programs, steps: int) -> dict[str, Any]:
     """Milliseconds of a step by stage and by kernel, longest first, and two groups over time."""
-    stages = {stage: 1e3 * spent / steps for stage, spent in by_stage(events, scopes).items()}
+    stages = {stage: 1e3 * spent / steps for stage, spent in by_stage(events, programs).items()}
     return {
         "stages_ms": dict(sorted(stages.items(), key=lambda item: -item[1])),
         "kernels_ms": top_kernels(events, steps),
-        "timeline_us": timeline(events, scopes),
+        "timeline_us": timeline(events, programs),
     }
 
 

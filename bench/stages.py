@@ -8,7 +8,7 @@ more than the step; what is left of the step is launch gaps.
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,18 +57,33 @@ KERNELS = {
 }
 """Stage of the library's own kernels, by the beginning of their names; the first that fits."""
 
+_LIBRARY = 'custom_call_target="__cublas'
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ", re.MULTILINE)
 _SCOPE = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
 
 
-def scopes_of(text: str) -> dict[str, str]:
-    """Scopes of the instructions of a compiled program, by what their kernels are called."""
-    found = {}
+class Traced(NamedTuple):
+    """What a compiled program says of its kernels.
+
+    Attributes:
+        scopes: of its instructions, by what their kernels are called.
+        calls: of the calls of a library, in the order in which they run.
+    """
+
+    scopes: Mapping[str, str]
+    calls: tuple[str, ...] = ()
+
+
+def traced(text: str) -> Traced:
+    """What the text of a compiled program says, whose instructions are in the order of a run."""
+    found, calls = dict[str, str](), list[str]()
     for line in text.splitlines():
         name, scope = _INSTRUCTION.match(line), _SCOPE.search(line)
         if name and scope:
             found[re.sub(r"\W", "_", name.group(1))] = scope.group(1)
-    return found
+        if _LIBRARY in line:
+            calls.append(scope.group(1) if scope else "")
+    return Traced(found, tuple(calls))
 
 
 class Kernel(NamedTuple):
@@ -77,7 +92,7 @@ class Kernel(NamedTuple):
     Attributes:
         program: name of the jitted function that launched it, if the profile says so.
         name: its own.
-        instruction: the one that it computes, as `scopes_of` has it; a library's kernel is not
+        instruction: the one that it computes, as `Traced` has it; a library's kernel is not
             called after it.
     """
 
@@ -88,12 +103,20 @@ class Kernel(NamedTuple):
 
 def stage_of(kernel: Kernel, scopes: Mapping[str, str]) -> str:
     """Stage of a kernel of a program with these scopes."""
-    words = scopes.get(kernel.instruction, scopes.get(kernel.name, "")).split("/")
-    if "propose" in words or "draft" in words:
+    scope = scopes.get(kernel.instruction, scopes.get(kernel.name, ""))
+    if _stage(scope) == "draft":
         return "draft"
     for start, stage in KERNELS.items():
         if start in kernel.name:
             return stage
+    return _stage(scope)
+
+
+def _stage(scope: str) -> str:
+    """Stage of what was traced in a scope."""
+    words = scope.split("/")
+    if "propose" in words or "draft" in words:
+        return "draft"
     known = [SCOPES[word] for word in words if word in SCOPES]
     return known[-1] if known else "other"
 
@@ -140,29 +163,69 @@ def _kernel(name: str, stats: Mapping[str, object]) -> Kernel:
     return Kernel(program, name, re.sub(r"\W", "_", instruction))
 
 
-Scopes = Mapping[str, Mapping[str, str]]
-"""What `scopes_of` says, by program."""
+Programs = Mapping[str, Traced]
+"""What programs say of their kernels, by name."""
 
 
-def stages_of(events: Iterable[Event], scopes: Scopes) -> Iterator[str]:
+def stages_of(events: Sequence[Event], programs: Programs) -> list[str]:
     """Stage of each kernel, in the order in which they ran.
 
-    One of a library may come from no instruction that the program's text has. It multiplies what
-    the program's kernel before it has gathered or rounded, and has that one's stage.
+    One of a library may come from no instruction that the program's text has. Where a run has as
+    many of them as the text has calls, they are those calls, in order. Else each has the stage of
+    the program's kernel before it, which may have gathered or rounded what it multiplies.
     """
-    before = defaultdict[str, str](lambda: "other")
-    for kernel in (event.kernel for event in events):
-        known = scopes.get(kernel.program, {})
-        stage = stage_of(kernel, known)
-        if stage != "other" or kernel.instruction in known or kernel.name in known:
-            before[kernel.program] = stage
-        yield before[kernel.program]
+    stages = [""] * len(events)
+    for program, places in _places(events).items():
+        known = programs.get(program, Traced({}))
+        for run in _runs(events, places):
+            for place, stage in zip(run, _of_run([events[p] for p in run], known), strict=True):
+                stages[place] = stage
+    return stages
 
 
-def by_stage(events: Sequence[Event], scopes: Scopes) -> dict[str, float]:
+def _places(events: Sequence[Event]) -> dict[str, list[int]]:
+    """Where the kernels of each program are."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for place, event in enumerate(events):
+        found[event.kernel.program].append(place)
+    return found
+
+
+def _runs(events: Sequence[Event], places: Sequence[int]) -> list[list[int]]:
+    """Runs of a program: each begins with the kernel that the first one began with."""
+    runs: list[list[int]] = []
+    for place in places:
+        if not runs or events[place].kernel == events[places[0]].kernel:
+            runs.append([])
+        runs[-1].append(place)
+    return runs
+
+
+def _of_run(run: Sequence[Event], known: Traced) -> list[str]:
+    """Stages of the kernels of a run; see `stages_of`."""
+    stages = [stage_of(event.kernel, known.scopes) for event in run]
+    named = [
+        stage != "other" or kernel.instruction in known.scopes or kernel.name in known.scopes
+        for stage, kernel in zip(stages, (event.kernel for event in run), strict=True)
+    ]
+    of_library = [
+        place
+        for place, event in enumerate(run)
+        if not named[place] and not event.kernel.name.lower().startswith(("memcpy", "memset"))
+    ]
+    if len(of_library) == len(known.calls):
+        for place, scope in zip(of_library, known.calls, strict=True):
+            stages[place], named[place] = _stage(scope), True
+    before = "other"
+    for place, has in enumerate(named):
+        before = stages[place] = stages[place] if has else before
+    return stages
+
+
+def by_stage(events: Sequence[Event], programs: Programs) -> dict[str, float]:
     """Seconds by stage."""
     stages: dict[str, float] = defaultdict(float)
-    for event, stage in zip(events, stages_of(events, scopes), strict=True):
+    for event, stage in zip(events, stages_of(events, programs), strict=True):
         stages[stage] += event.seconds
     return dict(stages)
 
@@ -174,7 +237,7 @@ NEAR = 3.0
 """Microseconds between kernels of one stage that are drawn as one."""
 
 
-def timeline(events: Sequence[Event], scopes: Scopes, runs: int = 2) -> list[Interval]:
+def timeline(events: Sequence[Event], programs: Programs, runs: int = 2) -> list[Interval]:
     """What some successive runs of the program with the most GPU time did when, from the middle.
 
     A run begins with the kernel that the program's first run began with.
@@ -183,14 +246,13 @@ def timeline(events: Sequence[Event], scopes: Scopes, runs: int = 2) -> list[Int
     for event in events:
         spent[event.kernel.program] += event.seconds
     program = max(spent, key=spent.__getitem__, default="")
-    mine = [event for event in events if event.kernel.program == program]
-    starts = [event.begin for event in mine if event.kernel == mine[0].kernel]
+    starts = [events[run[0]].begin for run in _runs(events, _places(events).get(program, []))]
     if len(starts) <= runs:
         return []
     first = (len(starts) - runs) // 2
     begin, end = starts[first], starts[first + runs]
     found: list[Interval] = []
-    for event, stage in zip(events, stages_of(events, scopes), strict=True):
+    for event, stage in zip(events, stages_of(events, programs), strict=True):
         if not begin <= event.begin < end:
             continue
         at, length = 1e6 * (event.begin - begin), 1e6 * event.seconds

@@ -23,7 +23,7 @@ from dhisparse_jax.models.experts import Routing
 from dhisparse_jax.models.glm.norms import along_last
 from dhisparse_jax.models.stored_experts import StoredExperts, StoredMatrices
 from dhisparse_jax.pytree import state as pytree
-from pallas_kernels.round_rows.api import round_rows
+from pallas_kernels.round_rows.api import round_gated, round_rows
 
 Named = Mapping[str, Mapping[str, Any]]
 """Weights by the name of their module, then by their own: `layers.3.attention.q_a`, `numbers`."""
@@ -59,6 +59,22 @@ def rounded(x: Float[Array, "*n width"]) -> Rounded:
     """Rows as products take them; `x` is bfloat16 or float32."""
     numbers, scales = round_rows(x)
     return Rounded(numbers=numbers, scales=scales)
+
+
+def gated_rounded(
+    sums: Float[Array, "*n twice"], rows: Float[Array, "*n"], columns: Float[Array, "*e twice"]
+) -> Rounded:
+    """`silu(gate) * up` as products take it, of gates and ups that are still to be scaled.
+
+    Args:
+        sums: of rows, or of blocks of rows of several matrices, times gates and ups side by side.
+        rows: scales of the rows.
+        columns: scales of the output channels; several where there are several matrices.
+    """
+    matrices = columns.reshape(-1, columns.shape[-1])
+    blocks = sums.reshape(len(matrices), -1, sums.shape[-1])
+    numbers, scales = round_gated(blocks, rows.reshape(blocks.shape[:2]), matrices)
+    return Rounded(numbers=numbers.reshape(*rows.shape, -1), scales=scales.reshape(rows.shape))
 
 
 def scaled_product(

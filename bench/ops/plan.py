@@ -133,6 +133,8 @@ def _fetched(k: int, _: PlanTables, results: list[PlanResult | None]) -> dict[st
 CASES: dict[str, Plan] = {
     "16_requests_T1": Plan(requests=16, queries=1, budget=2),
     "16_requests_T8": Plan(requests=16, queries=8, budget=4),
+    "16_requests_14_budgets": Plan(requests=16, queries=1, budget=14),
+    "5_requests_nearly_all": Plan(requests=5, queries=1, budget=48),
     "128_requests_T1": Plan(requests=128, queries=1, budget=2),
     "128_requests_T8": Plan(requests=128, queries=8, budget=4),
 }

@@ -111,22 +111,25 @@ def work(options: AuditOptions, prompts: Sequence[Prompt], output: OutputFile | 
     begin = time.monotonic()
     levels = Levels.empty()
     stopped: BaseException | None = None
-    with interrupts() as check_interrupt, progress(levels, check_interrupt) as check:
-        loaded, requests = prepare(options, prompts)
-        setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
-        try:
-            subjects, texts = subjects_of(options, loaded, requests, check)
-            compare(subjects, requests, texts, levels, check)
-        except UserError:
-            raise  # it could not be run
-        except BaseException as error:  # whatever it was, what was found so far is kept
-            stopped = error
-    seconds = time.monotonic() - begin
-    if output:
-        output.write(document(setting, levels, complete=stopped is None, seconds=seconds))
-    show(Console(stderr=on_standard_output(output)), setting, levels, complete=stopped is None)
-    if stopped is not None:
-        raise stopped
+    with interrupts() as check_interrupt:
+        with progress(levels, check_interrupt) as check:
+            loaded, requests = prepare(options, prompts)
+            setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
+            try:
+                subjects, texts = subjects_of(options, loaded, requests, check)
+                compare(subjects, requests, texts, levels, check)
+            except UserError:
+                raise  # it could not be run
+            except BaseException as error:  # whatever it was, what was found so far is kept
+                stopped = error
+        # A signal from here on waits until what was found is written.
+        seconds = time.monotonic() - begin
+        if output:
+            output.write(document(setting, levels, complete=stopped is None, seconds=seconds))
+        show(Console(stderr=on_standard_output(output)), setting, levels, complete=stopped is None)
+        if stopped is not None:
+            raise stopped
+        check_interrupt()
     return levels
 
 

@@ -153,17 +153,19 @@ def work(
         except BaseException as error:  # whatever it was, the tokens so far are kept
             stopped = error
             record.interrupt()
-    if stopped is None:  # it takes a moment, which an interrupt does not give
-        record.draft_seconds = record.steps * engine.draft_step_seconds()
-    if output:
-        output.write(decode_document(setting, record, engine.sizes))
-    # A single text is alone on standard output, so that it can be piped.
-    console = out if len(requests) > 1 else err
-    if len(requests) > 1:
-        console.print(request_table(record))
-    console.print(hierarchy_table(setting, record, engine.sizes))
-    if stopped is not None:
-        raise stopped
+        # A signal from here on waits until what was seen is written.
+        if stopped is None:  # it takes a moment, which an interrupt does not give
+            record.draft_seconds = record.steps * engine.draft_step_seconds()
+        if output:
+            output.write(decode_document(setting, record, engine.sizes))
+        # A single text is alone on standard output, so that it can be piped.
+        console = out if len(requests) > 1 else err
+        if len(requests) > 1:
+            console.print(request_table(record))
+        console.print(hierarchy_table(setting, record, engine.sizes))
+        if stopped is not None:
+            raise stopped
+        check_interrupt()
 
 
 def prepare(

@@ -44,19 +44,20 @@ def work(output: OutputFile | None) -> None:
     begin = time.monotonic()
     document: dict[str, Any] = {"complete": False}
     err = Console(stderr=True)
-    try:
-        with interrupts() as check:
+    with interrupts() as check:
+        try:
             for name, found in parts(document):
                 document[name] = found
                 if err.is_terminal:
                     err.print(f"{name}: done", style="dim")
                 check()
-        document["complete"] = True
-    finally:
-        document["seconds"] = time.monotonic() - begin
-        if output:
-            output.write(document)
-    print_document(Console(stderr=on_standard_output(output)), document)
+            document["complete"] = True
+        finally:  # a signal waits until it is written
+            document["seconds"] = time.monotonic() - begin
+            if output:
+                output.write(document)
+        print_document(Console(stderr=on_standard_output(output)), document)
+        check()
 
 
 def parts(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

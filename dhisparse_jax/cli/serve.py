@@ -152,13 +152,15 @@ def work(
                     check_interrupt()
         except BaseException as error:  # whatever it was, what was measured is kept
             stopped = error
-    record.sample(ask=stopped is None)  # an interrupt or an error does not wait for the device
-    if output:
-        setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
-        output.write(serve_document(setting, options, record, engine.pace.times.table()))
-    out.print(summary_table(record.summary(), options.tpot_ms))
-    if stopped is not None:
-        raise stopped
+        # A signal from here on waits until what was measured is written.
+        record.sample(ask=stopped is None)  # an interrupt or an error does not wait for the device
+        if output:
+            setting = setting_of(loaded, options.hierarchy.policy, options.draft.name)
+            output.write(serve_document(setting, options, record, engine.pace.times.table()))
+        out.print(summary_table(record.summary(), options.tpot_ms))
+        if stopped is not None:
+            raise stopped
+        check_interrupt()
 
 
 def prepare(

@@ -98,7 +98,8 @@ def adapt(state: HierarchyState, cfg: HierarchyConfig) -> HierarchyState:
             high,
         )
         target |= zip(pools, held.reshape(len(pools), -1), strict=True)
-    return set_budgets(state, cfg, jnp.stack([target[pool] for pool in range(cfg.pools)]))
+    budgets = jnp.stack([target[pool] for pool in range(cfg.pools)])
+    return set_budgets(state, cfg, budgets, cfg.moves_per_step)
 
 
 def admission_budgets(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.plan.types import PlanInput, PlanTables, Tail
 
-STEP = 100
+STEP = 100_000
 
 LEAST_LENGTH, LEAST_PAGES = 40, 4
 """Tables have room for so much at least, so that small cases are of one shape."""
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     page_slots: int
 
 
-def random(
+def random(  # noqa: PLR0913  # what a state can be
     *,
     lengths: tuple[int, ...] = (40, 23, 5),
     pages: tuple[int, ...] = (4, 2, 3),
@@ -38,10 +38,11 @@ def random(
     tail: int = 6,
     filled: float = 0.8,
     pick: str = "any",
+    ages: int = 5,
 ) -> Inputs:
     """A random state, and what its next step wants.
 
-    Marks span five steps only, so victims tie.
+    With few ages, victims tie.
 
     Args:
         lengths: committed positions of each request; 0 is an inactive request, which wants nothing.
@@ -52,13 +53,14 @@ def random(
         tail: length of the tail rings, at least 2 T.
         filled: share of the hot slots that hold a position.
         pick: what queries select, see `_pick`.
+        ages: steps since slots were last used, at most.
     """
     rng = np.random.default_rng(0)
     table = _deal_pages(rng, pages)
     size = len(lengths)
     slots = _pages_dealt(pages) * page_slots
     slot_of = np.full((size, max(*lengths, LEAST_LENGTH) + queries), -1, np.int32)
-    mark = STEP - rng.integers(1, 6, slots, np.int32)
+    mark = STEP - rng.integers(1, ages + 1, slots, np.int32)
     oldest = np.maximum(np.array(lengths) + queries - tail, 0)
     for request in range(size):
         owned = table[request][table[request] >= 0, None] * page_slots + np.arange(page_slots)
@@ -172,6 +174,9 @@ def _pick(
 glm = partial(random, page_slots=16, tail=16, top_k=2048)
 """K and page size of GLM-5.x; `lengths` and `pages` set the load."""
 
+several = partial(random, lengths=(200, 90, 60), pages=(25, 13, 4), top_k=40)
+"""Slots for some blocks of 16."""
+
 CASES: dict[str, Callable[[], Inputs]] = {
     "glm_small": partial(glm, lengths=(6000, 3000), pages=(256, 128)),
     "any": random,
@@ -197,4 +202,12 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "all_in_tail": partial(random, lengths=(3, 5, 1), tail=8),
     "just_past_tail": partial(random, lengths=(6, 7, 8)),
     "minimal_tail": partial(random, queries=3, tail=6),
+    "old": partial(several, filled=1.0, ages=1000),
+    "old_misses": partial(several, filled=1.0, ages=30_000, pick="cold"),
+    "as_old_as_powers": partial(several, filled=1.0, ages=9, pick="cold"),
+    "many_ties": partial(several, filled=1.0, ages=1, pick="cold"),
+    "as_many_victims_as_slots": partial(several, filled=1.0, pick="cold", top_k=100, ages=64),
+    "some_blocks_empty": partial(several, lengths=(60, 30, 20), pick="newest"),
+    "around_a_block": partial(several, pages=(17, 16, 15), page_slots=1, pick="cold", ages=9),
+    "few_empty": partial(several, filled=0.97, ages=200, pick="cold", top_k=9),
 }

@@ -6,8 +6,8 @@ code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written a
 
 1. look up  each place of the selection: hot slot (marked as used), tail slot, or neither
    claim    XLA's scatter-minimum, for what is not hot
-2. number   the first places, in order: of misses, and of what is in the tail
-   survey   the age of every slot that the request holds
+2. survey   the age of every slot that the request holds, and how many are how old
+3. number   the first places, in order: of misses, and of what is in the tail
    choose   the least age of a victim, by search; the victims by page list
    forget   the codes of what is in the tail
    fill     every victim goes to its miss, what is left to retiring positions, and the tables forget
@@ -15,21 +15,23 @@ code (below NO_SLOT), by a scatter-minimum. Every entry with a code is written a
    locate   every place of a miss: its new slot
    forget   the codes of what is staged
 
-Three launches. Looking up and claiming know no order and spread over the device. The rest is one
-program per request, since requests share nothing but the arrays that hold them (slots of their own
-pages, their own row of the map): its stages wait for each other at barriers instead of launches.
+Four launches. Looking up, claiming and surveying know no order and spread over the device. The rest
+is one program per request, since requests share nothing but the arrays that hold them (slots of
+their own pages, their own row of the map): its stages wait for each other at barriers instead of
+launches.
 
 Traffic: a selection is read once; locations, claims and the three columns of fetches are written
 once; claims are read twice, the second time from L1. One sector per look-up and again for what is
 not hot; one for each mark, which a program writes about once per slot however many queries use it;
-two words per held slot, and its age once per cut of the range of ages.
+two words per held slot, and its age once, and again per cut of the range of ages.
 
 Latency of the program of a request, in steps that wait for each other: a round trip to L2 is 0.5 to
 1 us; a scan or a sum over its threads 0.2 to 0.5 us; a scatter 1 us per 8,192 lanes, live or not,
 since Triton moves its operands between threads first. So what a block of places or of slots needs
 is under way while the block before is handled. Then a block of places takes a scan and a scatter to
-number, one store to locate; a block of slots a read of L1 and a sum for each cut of the ages, a
-scan and one scatter to choose; a block of misses two round trips and four short scatters to fill.
+number, one store to locate; a block of slots a read of L2 and a sum for each cut of the ages, a
+scan and one scatter to choose, from the first block on that holds a victim; a block of misses two
+round trips and four short scatters to fill.
 Stages without work (no victim, nothing staged) are loops of no rounds.
 
 Why a thread reads what another one wrote: writing and reading of the same array in one launch
@@ -75,7 +77,7 @@ from pallas_kernels.plan.triton_blocks import (
     store_block,
 )
 from pallas_kernels.plan.triton_look_up import look_up
-from pallas_kernels.plan.triton_victims import choose, survey
+from pallas_kernels.plan.triton_victims import choose, survey, surveyed
 from pallas_kernels.plan.types import PlanCounts, PlanInput, PlanResult, PlanTables
 
 State = TypeVar("State")
@@ -136,6 +138,8 @@ def _settle(
 ) -> tuple[Kept, Made]:
     """The plan, and scratch."""
     count, retiring = (sizes.requests,), (sizes.requests, sizes.retiring)
+    step = wanted.step.reshape(1)
+    slots = survey(wanted.pages, step, kept, sizes)
     return launch(
         _settle_kernel,
         sizes,
@@ -144,7 +148,9 @@ def _settle(
             retiring=wanted.retiring,
             staging=wanted.staging if sizes.staging else None,
             pages=wanted.pages,
-            step=wanted.step.reshape(1),
+            step=step,
+            ages=slots.ages,
+            figures=slots.figures,
         ),
         kept,
         Made(
@@ -157,7 +163,6 @@ def _settle(
             tail=count,
             fetched=count,
             staged=count,
-            ages=(sizes.requests, sizes.slot_blocks * sizes.tuning.slots),
             firsts=(sizes.requests, 2 * sizes.places),
             victims=(sizes.requests, sizes.places + sizes.retiring),
         ),
@@ -176,9 +181,9 @@ def _settle_kernel(
     row = pl.program_id(0)
     missing, tail = _number(asked, kept, made, row, sizes)
     retiring, count = _rank_retiring(asked, kept, row, sizes)
-    slots = survey(asked, kept, made, row, sizes)
+    slots = surveyed(asked, row, sizes)
     victims = jnp.minimum(missing + count, slots.free)
-    barrier(sizes)  # first places, ages
+    barrier(sizes)  # first places
     choose(asked, made, row, slots, victims, sizes)
     _forget(kept, made, row, sizes.places, tail, sizes)
     barrier(sizes)  # victims, and what is in the tail and may retire has no code any more

@@ -125,6 +125,22 @@ class Begun(NamedTuple):
     claim: Word  # [R, U]; see `claim`
 
 
+class Held(NamedTuple):
+    """What surveying reads."""
+
+    pages: Word  # [R, Pmax]
+    position: Word  # [slots]
+    mark: Word  # [slots]
+    step: Word  # [1]
+
+
+class Surveyed(NamedTuple):
+    """What surveying makes."""
+
+    ages: Word  # [R, slot_blocks * slots]
+    figures: Word  # [R, slot_blocks * figures]
+
+
 class Asked(NamedTuple):
     """What settling reads."""
 
@@ -133,6 +149,8 @@ class Asked(NamedTuple):
     staging: Word  # [R, G]; None if G is 0
     pages: Word  # [R, Pmax]
     step: Word  # [1]
+    ages: Word  # of `Surveyed`
+    figures: Word  # likewise
 
 
 class Kept(NamedTuple):
@@ -159,7 +177,6 @@ class Made(NamedTuple):
     tail: Word  # [R]
     fetched: Word  # [R]
     staged: Word  # [R]
-    ages: Word  # [R, slot_blocks * slots]
     firsts: Word  # [R, 2 U]; positions to fetch in order, and from U on those in the tail
     victims: Word  # [R, U + Q]
 

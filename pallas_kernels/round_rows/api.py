@@ -7,7 +7,8 @@ from pallas_kernels.common.backends import Backend, resolve
 from pallas_kernels.round_rows import reference, triton
 
 # Traced and lowered once for all layers: see `sparse_attention.api`.
-_triton = jax.jit(triton.round_rows)
+_rows = jax.jit(triton.round_rows)
+_gated = jax.jit(triton.round_gated)
 
 
 def round_rows(
@@ -30,8 +31,37 @@ def round_rows(
     Raises:
         NotImplementedError: if the named backend does not take operands like these.
     """
-    match resolve("round_rows", backend, refusal=triton.supports(x)):
+    match resolve("round_rows", backend, refusal=triton.supports(x.dtype, x.shape[-1])):
         case "triton":
-            return _triton(x)
+            return _rows(x)
         case _:
             return reference.round_rows(x)
+
+
+def round_gated(
+    sums: Float[Array, "E M twice"],
+    rows: Float[Array, "E M"],
+    columns: Float[Array, "E twice"],
+    *,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "E M width"], Float[Array, "E M"]]:
+    """`round_rows` of `silu(gate) * up`, where both are products that are still to be scaled.
+
+    Args:
+        sums: bfloat16 or float32 gates, and behind them ups, of M rows times each of E matrices.
+        rows: float32 scales of the rows.
+        columns: float32 scales of the matrices' output channels.
+        backend: see `round_rows`.
+
+    Returns:
+        See `round_rows`; what is rounded is float32.
+
+    Raises:
+        NotImplementedError: if the named backend does not take operands like these.
+    """
+    refusal = triton.supports(sums.dtype, sums.shape[2] // 2)
+    match resolve("round_rows", backend, refusal=refusal):
+        case "triton":
+            return _gated(sums, rows, columns)
+        case _:
+            return reference.round_gated(sums, rows, columns)

@@ -1,11 +1,15 @@
-"""Pallas-Triton kernel: a row per program, which reads it once.
+"""Pallas-Triton kernels: a row per program, which reads it once.
 
 XLA launches three kernels: the largest number, the scale, and the rounding. A decode step has six
-such rows per layer, and each takes less time than a launch.
+such rows per layer, and each takes less time than a launch. Rows between the products of an MLP are
+scaled, gated and rounded in one.
 
 What would have to change when Pallas-Triton goes: nothing here is more than loads, a maximum,
 arithmetic and stores of a vector.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +27,12 @@ PER_LANE = 32
 """Numbers that a lane has, of long rows."""
 
 
-def supports(x: Float[Array, "*n width"]) -> str | None:
-    """Why the kernel cannot take these operands; None if it can."""
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"rows of {x.dtype} (only bfloat16 and float32)"
-    if x.shape[-1] > LARGEST:
-        return f"rows of {x.shape[-1]} numbers (at most {LARGEST})"
+def supports(dtype: jnp.dtype, width: int) -> str | None:
+    """Why the kernels cannot make rows of so many numbers of such operands; None if they can."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"rows of {dtype} (only bfloat16 and float32)"
+    if width > LARGEST:
+        return f"rows of {width} numbers (at most {LARGEST})"
     return None
 
 
@@ -40,27 +44,57 @@ def round_rows(
     Raises:
         NotImplementedError: if the kernel does not support the operands.
     """
-    if reason := supports(x):
+    if reason := supports(x.dtype, x.shape[-1]):
         raise NotImplementedError(reason)
-    width = x.shape[-1]
-    flat = x.reshape(-1, width)
+    numbers, scales = _launch(_kernel, (x.reshape(-1, x.shape[-1]),), x.shape[-1], interpret)
+    return numbers.reshape(x.shape), scales.reshape(x.shape[:-1])
+
+
+def round_gated(
+    sums: Float[Array, "E M twice"],
+    rows: Float[Array, "E M"],
+    columns: Float[Array, "E twice"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "E M width"], Float[Array, "E M"]]:
+    """See `api.round_gated`.
+
+    Raises:
+        NotImplementedError: if the kernel does not support the operands.
+    """
+    width = sums.shape[2] // 2
+    if reason := supports(sums.dtype, width):
+        raise NotImplementedError(reason)
+    operands = sums.reshape(-1, 2 * width), rows.reshape(-1), columns
+    kernel = functools.partial(_gated_kernel, of_matrix=sums.shape[1])
+    numbers, scales = _launch(kernel, operands, width, interpret)
+    return numbers.reshape(*sums.shape[:2], width), scales.reshape(sums.shape[:2])
+
+
+def _launch(
+    kernel: Callable[..., None],
+    operands: tuple[Array, ...],
+    width: int,
+    interpret: bool,
+) -> tuple[Float[Array, "n width"], Float[Array, " n"]]:
+    """A program for each row of the first operand."""
+    count = len(operands[0])
     whole = pl.BlockSpec(memory_space=pl.ANY)
     warps = max(1, min(16, pl.next_power_of_2(width) // (32 * PER_LANE)))
     call = pl.pallas_call(
-        _kernel,
-        grid=(len(flat),),
-        in_specs=[whole],
+        kernel,
+        grid=(count,),
+        in_specs=[whole] * len(operands),
         out_specs=[whole, whole],
         out_shape=[
-            jax.ShapeDtypeStruct(flat.shape, jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((len(flat),), jnp.float32),
+            jax.ShapeDtypeStruct((count, width), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((count,), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="round_rows",
     )
-    numbers, scales = call(flat)
-    return numbers.reshape(x.shape), scales.reshape(x.shape[:-1])
+    return call(*operands)
 
 
 def _kernel(
@@ -68,10 +102,42 @@ def _kernel(
     numbers_ref: jax.Ref,  # [N, width]
     scales_ref: jax.Ref,  # [N]
 ) -> None:
-    width, row = x_ref.shape[1], pl.program_id(0)
-    column = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(width),), 0)
-    there = column < width
+    row, column, there = _places(numbers_ref)
     x = plgpu.load(x_ref.at[row, column], mask=there, other=0.0).astype(jnp.float32)
+    _round(x, numbers_ref, scales_ref)
+
+
+def _gated_kernel(
+    sums_ref: jax.Ref,  # [N, 2 width]
+    rows_ref: jax.Ref,  # [N]
+    columns_ref: jax.Ref,  # [E, 2 width]
+    numbers_ref: jax.Ref,  # [N, width]
+    scales_ref: jax.Ref,  # [N]
+    *,
+    of_matrix: int,
+) -> None:
+    row, column, there = _places(numbers_ref)
+    matrix, scale = lax.div(row, of_matrix), rows_ref[row]
+
+    def part(first: int) -> Float[Array, " padded"]:
+        at = first + column
+        sums = plgpu.load(sums_ref.at[row, at], mask=there, other=0.0).astype(jnp.float32)
+        return sums * scale * plgpu.load(columns_ref.at[matrix, at], mask=there, other=0.0)
+
+    gate, up = part(0), part(numbers_ref.shape[1])
+    _round(gate / (1.0 + jnp.exp(-gate)) * up, numbers_ref, scales_ref)
+
+
+def _places(numbers_ref: jax.Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The row of this program, places in it, and which of them there are."""
+    width = numbers_ref.shape[1]
+    column = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(width),), 0)
+    return pl.program_id(0), column, column < width
+
+
+def _round(x: Float[Array, " padded"], numbers_ref: jax.Ref, scales_ref: jax.Ref) -> None:
+    """Store a row divided by its scale; what is beyond its end is 0."""
+    row, column, there = _places(numbers_ref)
     scale = jnp.maximum(jnp.abs(x).max() * (1.0 / E4M3_MAX), LEAST_SCALE)
     rounded = jnp.clip(x / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     plgpu.store(numbers_ref.at[row, column], rounded, mask=there)

@@ -19,7 +19,7 @@ from bench.shard_figures import reached
 from bench.shard_glm import split
 from bench.shard_load import draft_of, paths, replay_arrays
 from bench.shard_memory import account, fitted
-from bench.shard_products import gated, times_each
+from bench.shard_products import gated, sums_of_each
 from bench.shard_replay import ShardParams
 from bench.shard_report import ratios
 from bench.shard_segments import segments, zeros_like
@@ -28,7 +28,7 @@ from bench.shard_state import host_pools, hosts_of, patterns, warm_state
 from bench.shard_sweep import KEPT, bounded, compared_with_resident, row_of
 from bench.shard_weights import abstract_weights, random_like
 from bench.simulator import Simulator
-from bench.stages import Event, Kernel, by_stage, timeline
+from bench.stages import Event, Kernel, Traced, by_stage, timeline
 from dhisparse_jax.config import Policy
 from dhisparse_jax.configs.gpus import H200, Rates
 from dhisparse_jax.configs.presets import GLM_5_3, TINY
@@ -209,7 +209,8 @@ def test_shares_of_floors():
 
 
 def test_stages_of_kernels():
-    scopes = {"group_3": {"gemm_1": "jit(group_3)/experts/dot", "cublas_2": "a/verify/dot"}}
+    scopes = {"gemm_1": "jit(group_3)/experts/dot", "cublas_2": "a/verify/dot"}
+    programs = {"group_3": Traced(scopes)}
     events = [
         Event(Kernel("group_3", "gemm_1", ""), 0.0, 1.0),
         Event(Kernel("end", "gemm_1", ""), 1.0, 2.0),  # another program's
@@ -217,12 +218,18 @@ def test_stages_of_kernels():
         Event(Kernel("", "retrieve__1", ""), 7.0, 3.0),
         Event(Kernel("", "retrieve__1", ""), 10.0, 5.0),
     ]
-    assert by_stage(events, scopes) == {"experts": 1.0, "other": 2.0, "head": 4.0, "retrieve": 8.0}
+    assert by_stage(events, programs) == {
+        "experts": 1.0,
+        "other": 2.0,
+        "head": 4.0,
+        "retrieve": 8.0,
+    }
 
 
 def test_a_timeline_has_whole_runs():
     """Of a run: two kernels of one stage side by side, a gap, one of another; then other work."""
-    scopes = {"group_3": {"a": "experts/dot", "b": "experts/dot", "c": "verify/dot"}}
+    scopes = {"a": "experts/dot", "b": "experts/dot", "c": "verify/dot"}
+    programs = {"group_3": Traced(scopes)}
     kernel = lambda name: Kernel("group_3", name, "")
     of_run = [("a", 0, 10), ("b", 11, 20), ("c", 50, 5)]
     events = [
@@ -233,8 +240,8 @@ def test_a_timeline_has_whole_runs():
     events.insert(4, Event(Kernel("end", "x", ""), 80e-6, 1e-6))
     run = [("experts", 0.0, 31.0), ("head", 50.0, 5.0)]
     later = [(stage, 100 + begin, length) for stage, begin, length in run]
-    assert timeline(sorted(events, key=lambda event: event.begin), scopes) == run + later
-    assert timeline(events[:3], scopes) == []
+    assert timeline(sorted(events, key=lambda event: event.begin), programs) == run + later
+    assert timeline(events[:3], programs) == []
     assert timeline([], {}) == []
 
 
@@ -320,7 +327,7 @@ def test_experts_sum_what_tokens_picked():
     x = random_like(jax.ShapeDtypeStruct((5, TINY.hidden_size), jnp.bfloat16), 1)
     expert = jnp.asarray([[0, 1], [3, 3], [2, 0], [1, 1], [3, 2]], jnp.int32)
     weight = jnp.asarray([[0.5, 1.0], [0.25, 2.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.1]], jnp.float32)
-    run = lambda rows, _: gated(experts, rows, jnp.bfloat16, times_each)
+    run = lambda rows, _: gated(experts, rows, jnp.bfloat16, sums_of_each)
     found = run_experts(run, 4, rounded(x), expert, weight)
     exact = lambda matrix: np.asarray(
         matrix.numbers.astype(jnp.float32) * matrix.scale[..., None], np.float64

@@ -14,6 +14,7 @@ from bench.shard_replay import Replay, ShardParams
 from bench.shard_weights import Matrix, Mlp, random_like
 from dhisparse_jax import HierarchyConfig, Policy, plugin
 from dhisparse_jax.models.glm.decode import serve
+from dhisparse_jax.models.glm.norms import along_last
 from dhisparse_jax.models.params import abstract_params, build_model, unflatten
 from dhisparse_jax.models.share import Rounded
 from dhisparse_jax.precision import full_precision
@@ -119,6 +120,13 @@ def unrounded(x):
     return Rounded(numbers=x, scales=jnp.ones(x.shape[:-1]))
 
 
+def gated_unrounded(sums, rows, columns):
+    """The same of gated ones."""
+    columns = along_last(columns, sums.ndim) if columns.ndim == 1 else columns[:, None]
+    gate, up = jnp.split(sums * rows[..., None] * columns, 2, axis=-1)
+    return unrounded(jax.nn.silu(gate) * up)
+
+
 def nothing_replayed(config):
     """Of the shapes of what the benchmark replays, and off."""
     groups, k = len(config.groups), config.index_top_k
@@ -169,8 +177,8 @@ def test_the_share_with_all_experts_is_the_served_model(style, monkeypatch):
     config = dataclasses.replace(SIZES, index_rope_style=style)
     shard = GlmShard(config=config, experts=config.num_experts, dtype="float32")
     weights = in_float32(weights_of(shard))
-    for module in (shard_model, shard_products):
-        monkeypatch.setattr(module, "rounded", unrounded)
+    monkeypatch.setattr(shard_model, "rounded", unrounded)
+    monkeypatch.setattr(shard_products, "gated_rounded", gated_unrounded)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (REQUESTS, QUERIES * STEPS))
     tokens = tokens.astype(np.int32)
     wanted = logits_of(*served(config, weights), tokens)

@@ -176,6 +176,18 @@ def test_termination_is_an_interrupt(run, fake, prompt, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_waits_until_the_report_is_written(run, fake, prompt, tmp_path):
+    """One that comes when the texts are done."""
+    fake.engine.draft_step_seconds = lambda: signal.raise_signal(signal.SIGTERM) or 0.0
+    path = tmp_path / "out.json"
+    result = run("decode", "-p", prompt("a", b"a"), "-n", 3, "--json", path)
+    assert result.code == 130
+    assert "What the hierarchy did" in result.err
+    document = json.loads(path.read_text())
+    assert document["requests"][0]["finish_reason"] == "length"
+    assert document["requests"][0]["tokens"] == [98, 99, 100]
+
+
 def test_names_are_shown_as_they_are(run, fake, prompt):
     a, b = prompt("[bold]a", b"a"), prompt("b\udcff\n", b"b")
     text = run("decode", "-p", a, "-p", b, "-n", 1).out.decode()

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.packed_products import cases, reference
 from pallas_kernels.packed_products.api import packed_products
 from pallas_kernels.round_rows import cases as rounding_cases
-from pallas_kernels.round_rows.api import round_rows
+from pallas_kernels.round_rows.api import round_gated, round_rows
 from pallas_kernels.sinkhorn import cases as sinkhorn_cases
 from pallas_kernels.sinkhorn import reference as sinkhorn_reference
 from pallas_kernels.sinkhorn.api import sinkhorn
@@ -57,3 +57,10 @@ def test_round_rows(name):
     rows = rounding_cases.CASES[name]()
     run = jax.jit(partial(round_rows, backend="triton"))
     assert_rounded(rows, *run(jnp.asarray(rows)))
+
+
+@pytest.mark.parametrize("name", rounding_cases.GATED)
+def test_round_gated(name):
+    given = rounding_cases.GATED[name]()
+    run = jax.jit(partial(round_gated, backend="triton"))
+    assert_rounded(given.exact(), *run(*map(jnp.asarray, given)), near=1e-4)

@@ -207,17 +207,16 @@ class Model:
     def set_budgets(self, target):
         """Release the pages worth least, then grant free ones, lowest id first.
 
-        Where any is released, all page lists are ordered by worth.
+        The page lists of those who release any are ordered by worth.
         """
         s = self.sizes
         self.control.rescale(self.budgets(), target)
-        every = [(pool, row) for members in s.hot for pool in members for row in range(s.requests)]
-        shrinks = any(len(self.held[turn].pages) > target[turn[0]][turn[1]] for turn in every)
         for hot, members in enumerate(s.hot):
             turns = [(pool, request) for pool in members for request in range(s.requests)]
-            for held in (self.held[turn] for turn in turns if shrinks):
-                held.pages.sort(key=lambda page, held=held: -self._worth(held, page))
             for pool, request in turns:
+                held = self.held[pool, request]
+                if len(held.pages) > target[pool][request]:
+                    held.pages.sort(key=lambda page, held=held: -self._worth(held, page))
                 while len(self.held[pool, request].pages) > target[pool][request]:
                     self._release_page(pool, request)
             used = {page for turn in turns for page in self.held[turn].pages}

@@ -266,7 +266,7 @@ def test_lowers_for_cuda(requests, queries, budget):
     )
     tables = PlanTables(ids(requests, capacity), ids(slots), ids(slots))
     kernels = lowered_kernels(partial(triton.plan, page_slots=16), wanted, tables)
-    assert kernels == 2
+    assert kernels == 3
 
 
 def test_what_is_not_supported_is_refused_with_a_reason():

@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels.common.backends import default_backend
 from pallas_kernels.round_rows import reference, triton
-from pallas_kernels.round_rows.api import round_rows
-from pallas_kernels.round_rows.cases import CASES
+from pallas_kernels.round_rows.api import round_gated, round_rows
+from pallas_kernels.round_rows.cases import CASES, GATED
 from tests.support.lowering import lowered_kernels
 from tests.support.rounding import assert_rounded
 
@@ -25,6 +25,22 @@ def test_the_reference_rounds_to_the_nearest(name):
 def test_the_kernel_rounds_to_the_nearest(name):
     rows = CASES[name]()
     assert_rounded(rows, *jax.jit(partial(triton.round_rows, interpret=True))(jnp.asarray(rows)))
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(
+    "run", [reference.round_gated, partial(triton.round_gated, interpret=True)]
+)
+def test_gated_rows_are_rounded_to_the_nearest(name, run):
+    given = GATED[name]()
+    assert_rounded(given.exact(), *jax.jit(run)(*map(jnp.asarray, given)), near=1e-4)
+
+
+def test_a_matrix_has_its_own_scales():
+    given = GATED["of_experts"]()
+    mixed = given._replace(columns=given.columns[::-1])
+    with pytest.raises(AssertionError):
+        assert_rounded(given.exact(), *round_gated(*map(jnp.asarray, mixed)), near=1e-4)
 
 
 def test_a_wrong_scale_is_noticed():
