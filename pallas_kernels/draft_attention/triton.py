@@ -7,11 +7,10 @@ the positions from the newest to the oldest that any row sees, a block of them a
 running softmax (Milakov and Gimelshein, 2018; Dao, 2023), while the next blocks are under way. So
 no block but the last is in part beyond what is seen, and a short context takes little time.
 
-Of 64 positions for 32 rows, two warps have as many instructions as two processors issue in a third
-of the time in which memory brings them; but a warp waits for each before the next. So programs are
-small, and there have to be many: positions are split until there are `programs` of them, and XLA
-merges what the splits have. All splits start from the block's own rows, whose weights only the
-first one keeps: a row sees itself, so every running maximum is a number.
+A warp does one thing after the other, so a processor needs several of them to keep memory busy:
+programs are small, positions are split until there are `programs` of them, and XLA merges what the
+splits have. All splits start from the block's own rows, whose weights only the first one keeps: a
+row sees itself, so every running maximum is a number.
 
 Float32 is what results are compared in: its products are taken outside of the matrix units, and
 nothing of it is tuned.
