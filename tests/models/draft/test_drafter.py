@@ -214,15 +214,15 @@ def test_a_block_of_one_kind_is_lowered_for_the_gpu():
         jax.jit(made.propose).trace(*arguments, greedy(2)).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize(("name", "layers"), [("dflash2", 2), ("dspark", 2)])
-def test_only_the_kernel_reads_the_ring_on_a_gpu(name, layers):
+@pytest.mark.parametrize("name", ["dflash2", "dspark"])
+def test_only_the_kernel_reads_the_ring_on_a_gpu(name):
     config = dataclasses.replace(CONFIGS[name], head_dim=16, windows=(6, 5))
     made, params = drafter_of(make_draft(config, jnp.bfloat16), config, vocabulary())
     state = made.init(2)
     with targeting("gpu"), decisions() as found:
         text = lowered(made.rows, params, state, jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
-    assert [decision.backend for decision in found] == ["triton"] * layers
+    assert [decision.backend for decision in found] == ["triton"] * config.num_layers
     ring = "x".join(map(str, state.keys.shape)) + "xbf16"
     reading = [line for line in text.splitlines() if ring in line and "func.func" not in line]
-    assert len(reading) == layers + 1  # calls of one function, and the kernel in it
+    assert len(reading) == config.num_layers + 1  # calls of one function, and the kernel in it
     assert all("call @" in line or "custom_call" in line for line in reading)
