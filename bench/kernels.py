@@ -24,6 +24,7 @@ from rich.table import Table
 
 from bench.ops import (
     backup,
+    draft_attention,
     index_scores,
     packed_products,
     plan,
@@ -49,6 +50,7 @@ OPERATIONS: dict[str, Any] = {
     "sparse_attention": sparse_attention,
     "retrieve_attend": retrieve_attend,
     "packed_products": packed_products,
+    "draft_attention": draft_attention,
 }
 
 CONSOLE = Console(stderr=True, width=None if sys.stderr.isatty() else 140)

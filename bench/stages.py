@@ -53,6 +53,7 @@ KERNELS = {
     "backup": "backup",
     "packed_products": "experts",
     "sinkhorn": "streams",
+    "draft_attention": "draft",
 }
 """Stage of the library's own kernels, by the beginning of their names; the first that fits."""
 

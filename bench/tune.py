@@ -65,9 +65,9 @@ def timed_error(variant: Variant, work: AnyWork, state: Tree, results: list[Tree
             return float("inf")
         return 0.0
     _, arrays = variant.step(lambda *arrays: arrays)((), work.operands, 0)
-    # Slots are those of all requests: the only array without an axis of requests.
+    # Slots are those of all requests, and numbers of layers go for all.
     requests = variant.case.requests
-    first = lambda array: array[:1] if array.shape[0] == requests else array
+    first = lambda array: array[:1] if np.shape(array)[:1] == (requests,) else array
     alone = jax.tree.map(first, arrays)
     wanted = jax.jit(partial(variant.exact, **variant.options))(*alone)
     return error(jax.tree.map(lambda array: array[:1], results[0]), wanted)

@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from bench.ops import backup, index_scores, packed_products, retrieve
+from bench.ops import backup, draft_attention, index_scores, packed_products, retrieve
 from bench.ops.index_scores import IndexScores
 from pallas_kernels.backup import cases as backup_cases
 from pallas_kernels.backup import reference as backup_reference
 from pallas_kernels.backup import triton as backup_triton
 from pallas_kernels.common.rows import WORD_BYTES
 from pallas_kernels.common.triton_rows import Tuning, default_tuning
+from pallas_kernels.draft_attention import cases as draft_cases
+from pallas_kernels.draft_attention import reference as draft_reference
+from pallas_kernels.draft_attention import triton as draft_triton
 from pallas_kernels.index_scores import cases as index_cases
 from pallas_kernels.index_scores import mosaic as index_mosaic
 from pallas_kernels.index_scores import reference as index_reference
@@ -204,6 +207,33 @@ def packed(*, small: bool) -> Iterator[Variant]:
             )
 
 
+def drafts(*, small: bool) -> Iterator[Variant]:
+    """Of a draft's attention: blocks of positions, splits, and how many are under way."""
+    usual = draft_triton.Tuning()
+    change = partial(dataclasses.replace, usual)
+    for name in ("dflash2_16_requests", "dflash2_1_request"):
+        case = draft_attention.CASES[name]
+        for tuning in (
+            usual,
+            change(stages=2),
+            change(stages=4),
+            change(block=32, stages=5),
+            change(block=128, stages=2),
+            change(programs=256),
+            change(programs=1024),
+            change(rows=8),
+        ):
+            yield Variant(
+                case=case.small() if small else case,
+                name=name,
+                label=_label(tuning, usual),
+                call=partial(draft_triton.draft_attention, tuning=tuning, interpret=small),
+                exact=draft_reference.draft_attention,
+                step=draft_attention.step,
+                small=tuple(draft_cases.random(dtype="bfloat16")),
+            )
+
+
 def _label(tuning: Any, usual: Any) -> str:  # noqa: ANN401  # any operation's
     """Where a tuning differs from the usual one."""
     before = dataclasses.asdict(usual)
@@ -221,5 +251,6 @@ VARIANTS: dict[str, Callable[..., Iterator[Variant]]] = {
     "retrieve_656B": partial(copies, "retrieve", 164),
     "backup": partial(copies, "backup", 672),
     "packed_products": packed,
+    "draft_attention": drafts,
 }
 """Copies of 2,688 B records where the name does not say another size."""

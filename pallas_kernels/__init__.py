@@ -10,6 +10,7 @@ retrieve_attend   retrieve and sparse_attention in one launch, for one query per
 round_rows        rows rounded to e4m3, with a scale each
 sinkhorn          mixing matrices of residual streams, made doubly stochastic
 packed_products   products of few rows with matrices of packed 4-bit numbers
+draft_attention   attention of a draft's block over its ring
 common            what kernels share: backends, memory spaces, layouts, ids, number formats
 
 Knows arrays only: no configuration, no model, no state pytree.

@@ -19,18 +19,22 @@ from dhisparse_jax.hierarchy.select import IndexInputs
 from dhisparse_jax.hierarchy.state import HierarchyState, init
 from dhisparse_jax.step import finish_step
 from pallas_kernels.common.backends import Decision, decisions
+from pallas_kernels.draft_attention.api import draft_attention
+from pallas_kernels.draft_attention.types import KeysValues, RingSeen
 from pallas_kernels.sinkhorn.api import sinkhorn
 
 LATENT, ROTATED, HEADS, TOP_K = 512, 64, 64, 2048
 INDEX_WIDTH, INDEX_HEADS = 128, 32
 """Of GLM-5.x and DeepSeek-V3.2."""
+BLOCK, DRAFT_HEADS, DRAFT_KEY_HEADS, DRAFT_WIDTH, DRAFT_RING = 8, 64, 16, 64, 2056
+"""Of drafts for GLM-5.x."""
 
 FORMATS = ("float32", "bfloat16", "fp8")
 """What rows and index keys are stored in; computed is in float32, or in bfloat16."""
 
 
 def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
-    """The decision about each operation, for models of GLM-5.x's sizes, and V4.1's streams.
+    """The decision about each operation, for GLM-5.x's sizes and its drafts', and V4.1's streams.
 
     One selection group of a step is traced over a small hierarchy; nothing of it runs.
 
@@ -74,10 +78,28 @@ def kernel_choices(stored: str, queries: int = 1) -> dict[str, Decision]:
     with decisions() as found:
         jax.jit(step).trace(init(cfg), index, shape(width), shape(HEADS, width))
         carry = jax.ShapeDtypeStruct((queries, 4, 4), jnp.float32)
-        # Not the function itself: what is traced already decides nothing.
+        # Not the functions themselves: what is traced already decides nothing.
         jax.jit(lambda logits: sinkhorn(logits, steps=20, epsilon=1e-6)).trace(carry)
+        jax.jit(lambda *operands: draft_attention(*operands)).trace(*_draft_block(dtype))
     # Where an operation is made of others, these decide once more: what comes first counts.
     return {decision.operation: decision for decision in reversed(found)}
+
+
+def _draft_block(dtype: DTypeLike) -> tuple[Any, ...]:
+    """Shapes of the operands of a draft's attention, for one request."""
+
+    def shape(*sizes: int, of: DTypeLike = dtype) -> Any:  # noqa: ANN401  # in place of an array
+        return jax.ShapeDtypeStruct((1, *sizes), of)
+
+    ring = shape(1, DRAFT_RING, DRAFT_KEY_HEADS, DRAFT_WIDTH)
+    own = shape(BLOCK, DRAFT_KEY_HEADS, DRAFT_WIDTH)
+    seen = RingSeen(
+        next=shape(of=jnp.int32),
+        counts=shape(BLOCK, of=jnp.int32),
+        block=jnp.ones((BLOCK, BLOCK), jnp.bool_),
+    )
+    queries = shape(BLOCK, DRAFT_HEADS, DRAFT_WIDTH)
+    return queries, KeysValues(ring, ring), KeysValues(own, own), seen, 0
 
 
 def _geometry(stored: str) -> Geometry:

@@ -129,6 +129,17 @@ def visible(
     return position, seen
 
 
+def newest_seen(
+    ring: Ring, query_positions: Int[Array, "R B"], window: int | None
+) -> Int[Array, "R B"]:
+    """How many of the newest positions of the ring each query of a block sees; see `visible`."""
+    next_position = ring.next[:, None]
+    held = jnp.broadcast_to(jnp.minimum(next_position, ring.keys.shape[2]), query_positions.shape)
+    if window is None:
+        return held
+    return jnp.clip(next_position + window - 1 - query_positions, 0, held)
+
+
 def reset_row(ring: Ring, row: Int[Array, ""]) -> Ring:
     """Forget the positions of one request; what its slots hold is not read any more."""
     return dataclasses.replace(ring, next=ring.next.at[row].set(0))

@@ -4,13 +4,13 @@ A published matrix `X.weight [out, in]` is `X.kernel [in, out]` here; every othe
 published name and shape. Which positions a row attends to is decided in `models.draft.block`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dhisparse_jax.models.draft.config import DraftConfig
 from dhisparse_jax.models.draft.dflash2 import CandidateSelector, DynamicConv, convolve
@@ -18,6 +18,7 @@ from dhisparse_jax.models.draft.dspark import ConfidenceHead, MarkovHead
 from dhisparse_jax.models.glm.linear import linear, residual_init
 from dhisparse_jax.models.glm.norms import RmsNorm
 from dhisparse_jax.models.glm.rope import rotate
+from pallas_kernels.draft_attention.types import KeysValues
 
 
 class Context(NamedTuple):
@@ -27,11 +28,11 @@ class Context(NamedTuple):
     values: Float[Array, "b layers s heads dim"]
 
 
-class Seen(NamedTuple):
-    """What the rows of one layer see: positions of the context, and rows of their own block."""
-
-    context: Bool[Array, "b a t s"]
-    block: Bool[Array, "t t"]
+Attend = Callable[
+    [Float[Array, "b a t heads dim"], KeysValues],
+    Float[Array, "b a t heads dim"],
+]
+"""Attention of the rows of blocks, by their queries, keys and values, in one layer."""
 
 
 class DraftAttention(nnx.Module):
@@ -61,10 +62,10 @@ class DraftAttention(nnx.Module):
 
     def keys_values(
         self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"]
-    ) -> tuple[Float[Array, "*batch kv dim"], Float[Array, "*batch kv dim"]]:
+    ) -> KeysValues:
         """Normed and rotated keys, and values."""
         keys = self._turned(self.k_norm(self._split(self.k_proj(x))), positions)
-        return keys, self._split(self.v_proj(x))
+        return KeysValues(keys, self._split(self.v_proj(x)))
 
     def output(self, heads: Float[Array, "*batch heads dim"]) -> Float[Array, "*batch d"]:
         """Residual update from the attended values of each head."""
@@ -75,40 +76,6 @@ class DraftAttention(nnx.Module):
 
     def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         return rotate(x, positions[..., None], theta=self.theta, style="half-split")
-
-
-def attend_block(
-    queries: Float[Array, "b a t heads dim"],
-    context: tuple[Float[Array, "b s kv dim"], Float[Array, "b s kv dim"]],
-    own: tuple[Float[Array, "b a t kv dim"], Float[Array, "b a t kv dim"]],
-    seen: Seen,
-) -> Float[Array, "b a t heads dim"]:
-    """Attention of each row over what it sees of the context and of its block.
-
-    Args:
-        queries: of `a` blocks of `t` rows in each of `b` sequences.
-        context: keys and values that all blocks of a sequence share.
-        own: keys and values of the block's rows. A row sees itself, so no row sees nothing.
-        seen: what each row sees.
-    """
-    kv, dim = context[0].shape[-2:]
-    grouped = queries.reshape(*queries.shape[:3], kv, -1, dim)
-    wide = jnp.float32
-    logits = jnp.concatenate(
-        (
-            jnp.einsum("batkgd,bskd->bakgts", grouped, context[0], preferred_element_type=wide),
-            jnp.einsum("batkgd,baukd->bakgtu", grouped, own[0], preferred_element_type=wide),
-        ),
-        axis=-1,
-    )
-    block = jnp.broadcast_to(seen.block[None, None], (*seen.context.shape[:3], len(seen.block)))
-    mask = jnp.concatenate((seen.context, block), axis=-1)[:, :, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, logits * dim**-0.5, -jnp.inf), axis=-1)
-    weights = weights.astype(own[1].dtype)
-    length = seen.context.shape[-1]
-    values = jnp.einsum("bakgts,bskd->batkgd", weights[..., :length], context[1])
-    values = values + jnp.einsum("bakgtu,baukd->batkgd", weights[..., length:], own[1])
-    return values.reshape(queries.shape)
 
 
 class DraftMlp(nnx.Module):
@@ -148,15 +115,14 @@ class DraftLayer(nnx.Module):
         self,
         x: Float[Array, "b a t d"],
         positions: Int[Array, "b a t"],
-        context: tuple[Float[Array, "b s kv dim"], Float[Array, "b s kv dim"]],
-        seen: Seen,
+        attend: Attend,
     ) -> Float[Array, "b a t d"]:
         """The rows after this layer."""
 
         def attention(y: jax.Array) -> jax.Array:
             queries = self.self_attn.queries(y, positions)
             own = self.self_attn.keys_values(y, positions)
-            return self.self_attn.output(attend_block(queries, context, own, seen))
+            return self.self_attn.output(attend(queries, own))
 
         x = x + _around(self.attention_conv, self.input_layernorm(x), attention)
         return x + _around(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
@@ -230,20 +196,16 @@ class DraftModel(nnx.Module):
         self,
         rows: Float[Array, "b a t d"],
         positions: Int[Array, "b a t"],
-        context: Context,
-        seen: tuple[Seen, ...],
+        attends: Sequence[Attend],
     ) -> Float[Array, "b a t d"]:
         """Block rows after the last norm.
 
         Args:
             rows: embeddings of the anchor and the masks.
             positions: absolute positions of the rows.
-            context: keys and values of committed positions.
-            seen: per layer, what the rows see.
+            attends: attention of each layer, over committed positions and the block.
         """
         h = rows.astype(self.dtype)
-        for number, layer in enumerate(self.layers):
-            own = context.keys[:, number], context.values[:, number]
-            own = (own[0].astype(self.dtype), own[1].astype(self.dtype))
-            h = layer(h, positions, own, seen[number])
+        for layer, attend in zip(self.layers, attends, strict=True):
+            h = layer(h, positions, attend)
         return self.norm(h)

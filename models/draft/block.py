@@ -4,13 +4,16 @@ Once over a whole sequence with many anchors, for training and evaluation; once 
 for decoding. Both run `DraftModel.hidden` on the same rows.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dhisparse_jax.models.draft.backbone import DraftModel, Seen
+from dhisparse_jax.models.draft.backbone import DraftModel
 from dhisparse_jax.models.draft.config import DraftConfig
+from pallas_kernels.draft_attention.reference import attend_block
+from pallas_kernels.draft_attention.types import KeysValues, Seen
 
 
 class Rows(NamedTuple):
@@ -87,12 +90,14 @@ def run_blocks(
         anchors: int32 positions. A block reads features of positions before its anchor only.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    context = model.context(features, positions)
+    keys, values = model.context(features, positions)
     rows = embed_rows(config, vocabulary, jnp.take_along_axis(tokens, anchors, axis=1))
-    seen = sequence_seen(config, anchors, tokens.shape[1])
-    return propose_rows(
-        config, vocabulary, model.hidden(rows, block_positions(config, anchors), context, seen)
-    )
+    attends = [
+        partial(attend_block, context=KeysValues(keys[:, layer], values[:, layer]), seen=seen)
+        for layer, seen in enumerate(sequence_seen(config, anchors, tokens.shape[1]))
+    ]
+    hidden = model.hidden(rows, block_positions(config, anchors), attends)
+    return propose_rows(config, vocabulary, hidden)
 
 
 def propose_rows(

@@ -1,13 +1,14 @@
 """A draft model as the library's speculation wants it: pure functions over a draft ring."""
 
 import dataclasses
+from functools import partial
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dhisparse_jax.models.draft.backbone import Context, DraftModel, Seen
+from dhisparse_jax.models.draft.backbone import Attend, DraftModel
 from dhisparse_jax.models.draft.block import (
     Rows,
     Vocabulary,
@@ -23,11 +24,13 @@ from dhisparse_jax.speculation.protocol import Proposal
 from dhisparse_jax.speculation.ring import (
     Ring,
     init_ring,
+    newest_seen,
     reset_row,
     ring_capacity,
-    visible,
     write,
 )
+from pallas_kernels.draft_attention.api import draft_attention
+from pallas_kernels.draft_attention.types import KeysValues, RingSeen
 
 
 class DrafterParams(TypedDict):
@@ -113,17 +116,26 @@ class BlockDrafter:
         config = self.config
         vocabulary = Vocabulary(params["embedding"], params["head"])
         positions = block_positions(config, length[:, None])
-        seen = {w: visible(state, positions[:, 0], w)[1][:, None] for w in set(config.windows)}
         hidden = self._model(params).hidden(
             embed_rows(config, vocabulary, anchor[:, None]),
             positions,
-            Context(state.keys, state.values),
-            tuple(
-                Seen(seen[window], block_seen(config, layer))
-                for layer, window in enumerate(config.windows)
-            ),
+            self._attends(state, positions[:, 0]),
         )
         return propose_rows(config, vocabulary, hidden)
+
+    def _attends(self, state: Ring, positions: Int[Array, "R T"]) -> list[Attend]:
+        """Attention of each layer over its part of the ring."""
+        config, ring = self.config, KeysValues(state.keys, state.values)
+        counts = {w: newest_seen(state, positions, w) for w in set(config.windows)}
+
+        def attend(
+            queries: Float[Array, "R one T heads dim"], own: KeysValues, *, layer: int
+        ) -> Float[Array, "R one T heads dim"]:
+            seen = RingSeen(state.next, counts[config.windows[layer]], block_seen(config, layer))
+            own = KeysValues(*(part[:, 0] for part in own))
+            return draft_attention(queries[:, 0], ring, own, seen, layer)[:, None]
+
+        return [partial(attend, layer=layer) for layer in range(config.num_layers)]
 
     def commit(
         self,

@@ -25,6 +25,7 @@ GPU_KERNELS: dict[str, Backend] = {
     "packed_products": "triton",
     "sinkhorn": "triton",
     "round_rows": "triton",
+    "draft_attention": "triton",
 }
 """The GPU kernel of each operation; there is one. Only `index_scores` has another one, for float32,
 in which the matrix units do not multiply."""
@@ -44,6 +45,7 @@ TPU_WITHOUT_KERNEL = {
     "packed_products": "plain XLA on a TPU",
     "sinkhorn": "plain XLA on a TPU",
     "round_rows": "plain XLA on a TPU",
+    "draft_attention": "plain XLA on a TPU",
 }
 """Operations that have no TPU kernel on purpose, and why."""
 

@@ -53,6 +53,7 @@ def _small(operation, name):
         ("sparse_attention", "T8"),
         ("retrieve_attend", "2688B_traces"),
         ("packed_products", "gate_8_rows"),
+        ("draft_attention", "dflash2_1_request"),
     ],
 )
 def test_small_run_reports_every_case(operation, case, capsys, tmp_path):

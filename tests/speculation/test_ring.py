@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 
 from dhisparse_jax.errors import UserError
-from dhisparse_jax.speculation.ring import init_ring, reset_row, ring_capacity, visible, write
+from dhisparse_jax.speculation.ring import (
+    init_ring,
+    newest_seen,
+    reset_row,
+    ring_capacity,
+    visible,
+    write,
+)
 
 LAYERS, HEADS, DIM = 2, 1, 2
 WRITE, VISIBLE = jax.jit(write), jax.jit(visible, static_argnums=2)
+NEWEST = jax.jit(newest_seen, static_argnums=2)
 
 
 def rows(positions, layer_sign=1):
@@ -53,6 +61,11 @@ class Pair:
         at = np.asarray(self.ring.next)[:, None] + np.arange(block, dtype=np.int32)
         positions, seen = jax.device_get(VISIBLE(self.ring, jnp.asarray(at), window))
         keys, values = np.asarray(self.ring.keys), np.asarray(self.ring.values)
+        newest = np.asarray(NEWEST(self.ring, jnp.asarray(at), window))[..., None]
+        assert newest.max() <= keys.shape[2]
+        age = np.asarray(self.ring.next)[:, None] - 1 - positions
+        np.testing.assert_array_equal(seen, (positions >= 0)[:, None] & (age[:, None] < newest))
+        np.testing.assert_array_equal(newest[..., 0], seen.sum(axis=2))
         for row, full in enumerate(self.full):
             for query in range(block):
                 slots = np.nonzero(seen[row, query])[0]

@@ -10,10 +10,13 @@ import pytest
 
 from dhisparse_jax.errors import UserError
 from dhisparse_jax.models.draft.block import run_blocks
+from dhisparse_jax.models.draft.checkpoint import make_draft
 from dhisparse_jax.models.draft.drafter import drafter_of
 from dhisparse_jax.sampling import Sampler, greedy
 from dhisparse_jax.speculation.protocol import Drafter
 from dhisparse_jax.speculation.ring import init_ring, visible
+from pallas_kernels.common.backends import decisions, targeting
+from tests.support.lowering import lowered
 from tests.support.small_draft import CONFIGS, draft, random_text, vocabulary
 
 NAMES = ("dflash", "dflash2", "dspark")
@@ -209,3 +212,17 @@ def test_a_block_of_one_kind_is_lowered_for_the_gpu():
         made, params, _ = drafter(name)
         arguments = (params, made.init(2), jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
         jax.jit(made.propose).trace(*arguments, greedy(2)).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dspark"])
+def test_only_the_kernel_reads_the_ring_on_a_gpu(name):
+    config = dataclasses.replace(CONFIGS[name], head_dim=16, windows=(6, 5))
+    made, params = drafter_of(make_draft(config, jnp.bfloat16), config, vocabulary())
+    state = made.init(2)
+    with targeting("gpu"), decisions() as found:
+        text = lowered(made.rows, params, state, jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
+    assert [decision.backend for decision in found] == ["triton"] * config.num_layers
+    ring = "x".join(map(str, state.keys.shape)) + "xbf16"
+    reading = [line for line in text.splitlines() if ring in line and "func.func" not in line]
+    assert len(reading) == config.num_layers + 1  # calls of one function, and the kernel in it
+    assert all("call @" in line or "custom_call" in line for line in reading)

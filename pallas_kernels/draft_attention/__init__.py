@@ -1,0 +1,1 @@
+"""Attention of a draft's block over its ring; see `api`."""
