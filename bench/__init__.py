@@ -37,6 +37,7 @@ What they share
     plan_variants.py  tunings of the plan that `tune_select` compares
     shard_*.py    one GPU's share of a model: weights, layers, experts, state, memory, cells, report
                   (shard_protocol: what differs between GLM-5.x and DeepSeek-V4.1)
+    pinned.py     what pinned memory the host arrays of a GPU need
     replayed.py   selections and acceptance that a share of a model is made to follow
     stages.py     GPU time by stage, from a profile
     decode_plots.py  pictures of what decode_gpu wrote

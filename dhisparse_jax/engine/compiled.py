@@ -79,7 +79,6 @@ class Compiled:
         # The oldest chunk is overwritten by the newest, which may hold a single token.
         self.tap_rows = min(room, (-(-window // chunk) + 1) * chunk)
         step = partial(packed_steps, steps, model, speculation, cfg, form)
-        # The place of the output is not read: JAX would leave it out, and its memory with it.
         self.step = jax.jit(full_precision(step), donate_argnums=(3, 4), keep_unused=True)
         self.forward = jax.jit(full_precision(partial(forward, model, cfg)), donate_argnums=1)
         self.finish = jax.jit(lambda state, n: finish_step(state, cfg, n), donate_argnums=0)
@@ -107,7 +106,7 @@ class Compiled:
         self.capture = jax.jit(partial(_capture, cfg), static_argnums=1)
         self.draft_row = jax.jit(lambda *args: _take_row(*args))
         self.set_draft_row = jax.jit(lambda *args: _put_row(*args), donate_argnums=0)
-        # A function of its own: jit caches by function, so engines would share and count one.
+        # Of its own: jit caches by function, so engines would share and count one.
         self.set_text = jax.jit(lambda *args: _set_text(*args), donate_argnums=(0, 1))
 
     def traces(self) -> int:

@@ -51,8 +51,9 @@ def packed_steps(  # noqa: PLR0913  # what jit binds, and what it is called with
     state: DecodeState,
     place: Packed,
 ) -> tuple[DecodeState, Packed]:
-    """`decode_steps` whose output goes to `place`; donate it and the state.
+    """`decode_steps` whose output goes to `place`; donate it and the state, keep what is unused.
 
+    Nothing reads `place`, and JAX leaves out operands that nothing reads, donated or not.
     The state comes first: JAX hands a donated buffer to the first result of its shape, so every
     leaf of the state stays where it is. Weights come as leaves: taking a model's own containers
     apart at every call costs the host more than the call.
