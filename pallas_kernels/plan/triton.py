@@ -151,6 +151,7 @@ def _settle(
             step=step,
             ages=slots.ages,
             figures=slots.figures,
+            oldest=slots.oldest,
         ),
         kept,
         Made(

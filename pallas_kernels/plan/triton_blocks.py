@@ -29,9 +29,9 @@ class Tuning(NamedTuple):
         look_unroll: blocks that a program looks up together.
         look_warps: its warps.
         look_programs: how many programs look up, about, if there is work for so many.
+        survey_programs: how many survey slots, likewise.
         block: places that the program of a request settles together.
-        slots: slots that it looks at together.
-        counted: ages that it reads together.
+        slots: slots that it looks at together, and that are surveyed together.
         moves: misses to which it gives a slot together.
         warps: its warps.
     """
@@ -40,9 +40,9 @@ class Tuning(NamedTuple):
     look_unroll: int = 4
     look_warps: int = 16
     look_programs: int = 256
+    survey_programs: int = 512
     block: int = 4096
     slots: int = 2048
-    counted: int = 8192
     moves: int = 2048
     warps: int = 16
 
@@ -97,6 +97,11 @@ class Sizes(NamedTuple):
         """Blocks of the slots that a request can hold."""
         return pl.cdiv(self.max_pages * self.page_slots, self.tuning.slots)
 
+    @property
+    def survey_parts(self) -> int:
+        """Programs that survey the slots of a request, every one in turn a block."""
+        return min(self.slot_blocks, max(1, self.tuning.survey_programs // self.requests))
+
 
 class Lookup(NamedTuple):
     """What the look-up reads."""
@@ -139,6 +144,7 @@ class Surveyed(NamedTuple):
 
     ages: Word  # [R, slot_blocks * slots]
     figures: Word  # [R, slot_blocks * figures]
+    oldest: Word  # [R, slot_blocks]
 
 
 class Asked(NamedTuple):
@@ -151,6 +157,7 @@ class Asked(NamedTuple):
     step: Word  # [1]
     ages: Word  # of `Surveyed`
     figures: Word  # likewise
+    oldest: Word  # likewise
 
 
 class Kept(NamedTuple):

@@ -14,7 +14,9 @@ from pallas_kernels.plan.types import PlanInput, PlanTables, Tail
 from tests.hierarchy.numpy_model import Residency, plan_request
 from tests.support.lowering import lowered_kernels
 
-SMALL = triton.Tuning(look_block=4, look_unroll=2, look_programs=6, block=8, slots=16, moves=4)
+SMALL = triton.Tuning(
+    look_block=4, look_unroll=2, look_programs=6, survey_programs=6, block=8, slots=16, moves=4
+)
 """Several blocks of everything, for the small cases."""
 
 RUN = {"reference": reference.plan, "triton": partial(triton.plan, tuning=SMALL, interpret=True)}
